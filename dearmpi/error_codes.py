@@ -459,6 +459,9 @@ untraceable-iterations
 no-usable-device
     A CUDA device was requested, but no rank can use one.
     Follow the cause in the message, or use `--device cpu`.
+precision-unsupported
+    The device cannot compute in the precision of the run.
+    Choose another precision or device.
 main-thread-only
     Signals can be handled in the main thread only.
     Enter `StopRequest` in the main thread.

@@ -13,6 +13,7 @@ from torch import nn
 from dearmpi.comm.world import World
 from dearmpi.engine.iteration.compilation import compiled_part
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.engine.scaling import GradScaler
 from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import CheckpointError, ConfigError
@@ -30,7 +31,7 @@ from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metri
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve, parameter_groups
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
-from dearmpi.train.ranks.device import convert_model, device_of_model
+from dearmpi.train.ranks.device import check_precision, convert_model, device_of_model
 from dearmpi.train.run.resuming import continue_random_state, split_tensors
 from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import RunSettings
@@ -48,6 +49,7 @@ class Job:
     start_step, total_steps: optimizer steps taken before, and at the end of the run.
     loading: loads samples. evaluator: None where the task has no held-out data.
     best: the lowest held-out loss so far. average: of the parameters, where one is kept.
+    scaler: of the loss, with fp16.
     """
 
     world: World
@@ -64,6 +66,7 @@ class Job:
     evaluator: Evaluator | None
     best: BestEvaluation
     average: Average | None = None
+    scaler: GradScaler | None = None
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -90,6 +93,7 @@ class Job:
             "world_size": self.world.size,
             "lr_factor": self.curve.factor(step),
             "config": self.settings.as_plain(),
+            **({} if self.scaler is None else {"scaler": self.scaler.state_dict()}),
             **({"best": self.best.state()} if self.best.is_watched else {}),
             **({"local": self.local.progress()} if self.local is not None else {}),
         }
@@ -150,6 +154,7 @@ def prepare(
         _check_passes(batches, task, total_steps)
         average = _fill_model(task, settings, snapshot)
         prepare_blocks(task.model, settings)
+        scaler = _scaler(device_of_model(task.model), settings, snapshot)
         loading = open_loader(task, name=settings.task, num_workers=settings.workers)
         evaluated = task if average is None else replace(task, model=average.model)
         evaluator = _evaluator(settings, evaluated, batches, loading)
@@ -180,6 +185,7 @@ def prepare(
         evaluator=evaluator,
         best=BestEvaluation.of(settings, snapshot),
         average=average,
+        scaler=scaler,
     )
 
 
@@ -210,6 +216,20 @@ def _fill_model(task: Task, settings: RunSettings, snapshot: Snapshot | None) ->
         if average is not None:
             average.load(extra)
     return average
+
+
+def _scaler(
+    device: torch.device, settings: RunSettings, snapshot: Snapshot | None
+) -> GradScaler | None:
+    """The scaler of fp16, as far as the run that wrote ``snapshot`` had come."""
+    check_precision(device, settings.precision)
+    if settings.precision != "fp16":
+        return None
+    scaler = GradScaler(device.type)
+    scaler.scale(torch.zeros((), device=device))  # else a rank without samples would have no scale
+    if snapshot is not None:
+        scaler.load_state_dict(snapshot.meta["scaler"])
+    return scaler
 
 
 def check_position(snapshot: Snapshot, task: Task) -> None:
@@ -246,12 +266,12 @@ def _choose_plan(
     with together(world, root_only=True):
         if world.is_root:
             plan = read_plan(settings.plan)
-            if plan.eager and not settings.engine().eager:
+            if plan.eager and not settings.updates_early:
                 raise ConfigError(
                     f"the plan {settings.plan} updates buckets during backprop, but "
-                    f"max_grad_norm is {settings.max_grad_norm:g}, which needs the norm of the "
-                    "whole gradient first; make the plan with dear-train plan --no-eager, or "
-                    "give --max-grad-norm 0",
+                    f"max_grad_norm {settings.max_grad_norm:g} with precision {settings.precision} "
+                    "needs the whole gradient first; make the plan with dear-train plan "
+                    "--no-eager, or give --max-grad-norm 0, and not fp16",
                     code="plan-contradicts-settings",
                 )
             text = plan.to_json()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dearmpi.engine.scaling import GradScaler
 from dearmpi.errors import NonFiniteLossError, TaskError
 from dearmpi.span import Track
 from dearmpi.train.data.data import MicroBatch
@@ -57,7 +58,7 @@ def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
     with job.optimizer.no_sync():
         for share in early:
             losses.note(_go_forward(job, share, loader), share.weight)
-            losses.go_back()
+            losses.go_back(job.scaler)
     losses.note(_go_forward(job, last, loader), last.weight)
     if job.average is not None:
         job.average.catch_up()
@@ -65,11 +66,11 @@ def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
         job.optimizer.zero_grad()
         result = StepResult(math.nan, lr, skipped=True)
     else:
-        losses.go_back()
+        losses.go_back(job.scaler)
         result = _update(job, step, losses, lr)
-    if result.skipped:
+    if skips and result.skipped:
         _restore_buffers(job.task.model, buffers)
-    elif job.average is not None:
+    if job.average is not None and not result.skipped:
         job.average.note_step()
     return result
 
@@ -155,11 +156,12 @@ class _Losses:
         if loss is not None:
             self._all.append((loss.detach().clone(), weight))
 
-    def go_back(self) -> None:
+    def go_back(self, scaler: GradScaler | None) -> None:
         """Backprop of the last one."""
         if self._last is not None:
             (loss, weight), self._last = self._last, None
-            torch.autograd.backward(loss * weight if weight != 1.0 else loss)
+            loss = loss * weight if weight != 1.0 else loss
+            torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
 
     def total(self) -> float:
         """Their weighted sum."""
@@ -187,9 +189,11 @@ def _all_finite(job: Job, losses: _Losses) -> bool:
 
 def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
     norm: float | None = None
+    if job.scaler is not None:
+        job.scaler.unscale_(job.optimizer)
     if job.settings.max_grad_norm > 0:
         norm = float(job.optimizer.clip_grad_norm_(job.settings.max_grad_norm))
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) and job.scaler is None:
             job.optimizer.zero_grad()
             if job.settings.on_nan == "skip":
                 return StepResult(math.nan, lr, norm, skipped=True)
@@ -198,8 +202,14 @@ def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
                 "step was not taken; lower --lr, or skip such steps with --on-nan skip",
                 code="not-finite",
             )
-    job.optimizer.step()
-    return StepResult(losses.total(), lr, norm)
+    if job.scaler is None:
+        job.optimizer.step()
+        return StepResult(losses.total(), lr, norm)
+    scale = job.scaler.get_scale()
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
+    skipped = job.scaler.get_scale() < scale
+    return StepResult(losses.total(), lr, None if skipped else norm, skipped=skipped)
 
 
 LOG_INTERVAL = 10

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +23,7 @@ from dearmpi.train.ranks.agreement import AgreedError, AgreeingWorld, together
 from dearmpi.train.settings.choices import DeviceSetting, Precision
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DEVICE_FILES = "/dev/nvidia[0-9]*"
 _VERSION_LINE = "nvidia-smi: CUDA Version"
 _FITTING_BUILD = "install a build of torch for a CUDA that the driver there can run"
@@ -256,7 +258,28 @@ def _map_mapping(batch: Mapping[Any, Any], change: Callable[[Tensor], Tensor]) -
 
 
 def computing(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    """The context of a feed-forward on ``device``: autocast to bf16, or nothing."""
-    if precision != "bf16":
+    """The context of a feed-forward on ``device``: autocast to half precision, or nothing."""
+    if precision not in _HALF:
         return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+    return torch.autocast(device.type, dtype=_HALF[precision])
+
+
+def check_precision(device: torch.device, precision: Precision) -> None:
+    """Raise ConfigError where ``device`` cannot compute in ``precision``: a layer is tried."""
+    if precision not in _HALF:
+        return
+    layer = nn.Linear(8, 8, device=device)
+    try:
+        with warnings.catch_warnings(record=True) as told, computing(device, precision):
+            result = layer(torch.ones(1, 8, device=device))
+        torch.autograd.backward(result.sum())
+        reason = "" if result.dtype == _HALF[precision] else "autocast leaves it out"
+        reason = "; ".join(str(one.message) for one in told) if reason and told else reason
+    except RuntimeError as error:  # of an operator that the device does not have
+        reason = str(error)
+    if reason:
+        raise ConfigError(
+            f"precision is {precision!r}, which {device} cannot compute with: {reason}; use "
+            "another precision or device",
+            code="precision-unsupported",
+        )

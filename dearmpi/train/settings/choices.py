@@ -22,7 +22,7 @@ from dearmpi.config import (
 )
 from dearmpi.train.settings.setting import setting
 
-Precision = Literal["fp32", "bf16", "fp64"]
+Precision = Literal["fp32", "bf16", "fp16", "fp64"]
 DeviceSetting = Literal["auto", "cpu", "cuda"]
 LrSchedule = Literal["constant", "cosine", "step"]
 NoDecay = Literal["norms", "biases"]
@@ -300,7 +300,8 @@ class RunChoices:
         "fp32",
         "Numerics",
         "choice",
-        "bf16: autocast over fp32 parameters",
+        "bf16, fp16: autocast over fp32 parameters; with fp16 the loss is scaled, and a step whose "
+        "gradient overflows is skipped",
         choices=get_args(Precision),
         fixed=True,
         usual=True,

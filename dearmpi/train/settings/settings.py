@@ -37,7 +37,12 @@ class RunSettings(RunChoices):
         self._check_step_schedule()
         self._check_local()
         self.stall_limits()
-        self.engine()
+        if self.engine().keeps_unsent and self.precision == "fp16":
+            raise ConfigError(
+                f"precision fp16 scales gradients anew in each step, but compress {self.compress} "
+                "sends parts of them in later steps; use precision bf16, or compress int8",
+                code="settings-contradict",
+            )
         if self.deterministic and self.reduce_scatter == "auto":
             raise ConfigError(
                 "deterministic needs a fixed reduce_scatter: with auto, timing chooses the "
@@ -129,11 +134,18 @@ class RunSettings(RunChoices):
             and all(getattr(engine, name) == getattr(default, name) for name in DECIDED_BY_PLAN)
         )
 
+    @property
+    def updates_early(self) -> bool:
+        """Whether a bucket may be updated during backprop. Clipping and the scaler of fp16 wait for
+        the whole gradient.
+        """
+        return self.max_grad_norm == 0 and self.precision != "fp16"
+
     def engine(self) -> EngineConfig:
         """The part that the engine reads.
 
         The trainer sets the learning rate before backprop, so a bucket may be updated once it is
-        reduced. Clipping must wait for the norm of the whole gradient.
+        reduced.
         """
         return EngineConfig(
             schedule=self.schedule,
@@ -150,7 +162,7 @@ class RunSettings(RunChoices):
             cuda_buffers=self.cuda_buffers,
             update_on=self.update_on,
             window=self.window,
-            eager=self.max_grad_norm == 0,
+            eager=self.updates_early,
         )
 
     def as_plain(self) -> dict[str, Any]:

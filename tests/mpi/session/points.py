@@ -76,14 +76,16 @@ def make(options):
     stopped = Path(__file__).with_name("stopped")
     if wrong == "build":
         raise ValueError("this rank has no memory")
-    steps = [0]
+    steps, scale = [0], float(options.get("scale", "1"))
 
     def loss(model, batch):
         steps[0] += model.training
-        value = nn.functional.mse_loss(model(batch[0]), batch[1])
+        value = scale * nn.functional.mse_loss(model(batch[0]), batch[1])
         if model.training and steps[0] == 3:
             if wrong == "nan":
                 value = value * float("nan")
+            if wrong == "overflow":  # of the gradient in fp16 alone
+                value = value * 1e20
             if wrong == "stop" and not stopped.exists():
                 stopped.touch()
                 signal.raise_signal(signal.SIGTERM)

@@ -7,13 +7,17 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from dearmpi.comm.world import World
-from dearmpi.train.ranks.device import computing, convert_batch, convert_model
+from dearmpi.errors import ConfigError
+from dearmpi.train.ranks.device import check_precision, computing, convert_batch, convert_model
+from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.settings.settings import RunSettings
-from tests.unit.train.points import SGD, make_job, make_task, train
+from tests.codes import raises
+from tests.unit.train.points import SGD, Points, make_job, make_task, train
 
 
 class Pair(NamedTuple):
@@ -86,6 +90,56 @@ def test_a_run_in_bf16_trains_and_evaluates_in_bf16(alone: World, tmp_path: Path
     settings = RunSettings(max_steps=1, precision="bf16", **SGD)
     train(make_job(alone, settings, make_task(loss)), tmp_path)
     assert seen == {(True, torch.bfloat16), (False, torch.bfloat16)}
+
+
+def test_a_run_in_fp16_scales_its_loss_and_skips_a_step_that_overflows(
+    alone: World, tmp_path: Path
+) -> None:
+    """As torch's loop with its scaler does, to the last bit."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return 4 * nn.functional.mse_loss(model(inputs).float(), targets)
+
+    settings = RunSettings(max_steps=6, precision="fp16", **(SGD | {"lr": 1e-3}))
+    seed_all(settings.seed)
+    model = make_task().model
+    job = make_job(alone, settings, make_task(loss))
+    job.task.model.load_state_dict(model.state_dict())
+    outcome, _ = train(job, tmp_path)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
+    num_skipped = 0
+    for step in range(6):
+        indices = list(job.batches.step(*job.position(step))[0].indices)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            error = loss(model, (Points(20).inputs[indices], Points(20).targets[indices]))
+        torch.autograd.backward(scaler.scale(error))
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        num_skipped += scaler.get_scale() < before
+    assert 0 < outcome.num_skipped == num_skipped < 6
+    for ours, theirs in zip(job.task.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_device_that_cannot_compute_in_a_precision_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def linear(*_: object) -> Tensor:
+        raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
+
+    check_precision(torch.device("cpu"), "fp16")
+    monkeypatch.setattr(nn.functional, "linear", linear)
+    check_precision(torch.device("cpu"), "fp32")
+    with raises(ConfigError, "precision-unsupported", "fp16", "addmm_impl_cpu_"):
+        check_precision(torch.device("cpu"), "fp16")
+
+
+def test_fp16_with_gradients_that_are_sent_later_is_refused() -> None:
+    with raises(ConfigError, "settings-contradict", "fp16", "topk"):
+        RunSettings(precision="fp16", compress="topk")
 
 
 def test_fp32_changes_nothing() -> None:
