@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
 from tests.combinations import pairwise
 from tests.mpi.oracle import (
     Case,
@@ -196,3 +197,53 @@ def test_elementwise_optimizers_find_the_same_by_owners(
     rtol, atol = (0.0, 0.0) if is_exact else (0.02, 1e-3)
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def mixed(model: nn.Module) -> list[dict[str, Any]]:
+    return muon_groups(model, list(model.parameters()))
+
+
+def train_mixed(world: World | None, size: int, *, apart: bool = False) -> dict[str, Tensor]:
+    """Muon on the matrices and AdamW on the rest, in one optimizer or in two (``apart``)."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    groups = mixed(model)
+    inner: list[torch.optim.Optimizer] = [MuonWithAdamW(groups, lr=0.02)]
+    if apart:
+        muon, adamw = (group["params"] for group in groups)
+        inner = [
+            torch.optim.Muon(muon, lr=0.02, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(adamw, lr=0.02, weight_decay=0.1),
+        ]
+    optimizers: list[torch.optim.Optimizer] = inner
+    if world is not None:
+        wrapped = [
+            DistributedOptimizer(one, model, world=world, bucket_cap_mb=2e-4) for one in inner
+        ]
+        kinds = [one.layout.buckets[0].cuts.is_even for one in wrapped]
+        assert size == 1 or kinds == ([False, True] if apart else [False])
+        optimizers = list(wrapped)
+    for step in range(8):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ranks = range(size) if world is None else [world.rank]
+        losses = [(model(inputs_of(step, r)) - 0.3).square().mean() for r in ranks]
+        torch.stack(losses).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    if world is not None:
+        for one in wrapped:
+            one.synchronize()
+    found = copies(model)
+    if world is not None:
+        for one in wrapped:
+            one.close()
+    return found
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_muon_on_matrices_and_adamw_on_the_rest(world: World, apart: bool) -> None:
+    found = train_mixed(world, world.size, apart=apart)
+    assert_equal_on_all_ranks(found, world)
+    expected = train_mixed(None, world.size, apart=apart)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

@@ -76,6 +76,12 @@ def clone(optimizer: Optimizer, param_groups: list[dict[str, Any]], state: Any) 
     return twin
 
 
+def step_clone(optimizer: Optimizer, param_groups: list[dict[str, Any]], state: Any) -> None:
+    """One step of a ``clone``, on parameters whose ``grad`` is set, without hooks."""
+    twin = clone(optimizer, param_groups, state)
+    plain_step(twin)(twin)
+
+
 def step_on(
     optimizer: Optimizer, options: Options, members: Mapping[int, Sequence[Tensor]]
 ) -> None:

@@ -72,7 +72,7 @@ def known_cost(optimizer: str, shape: Sequence[int]) -> float | None:
     """Operations of one update of a tensor, by the optimizer's class; None of unknown ones."""
     short, long = _sides(shape)
     match optimizer:
-        case "Muon":
+        case "Muon" | "MuonWithAdamW":
             return _NEWTON_SCHULZ * (4.0 * short * short * long + 2.0 * short**3)
         case "SOAP" | "Shampoo":
             turned = 4.0 * short * long * (short + long)

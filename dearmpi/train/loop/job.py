@@ -28,7 +28,7 @@ from dearmpi.train.data.loading import BatchLoader, open_loader
 from dearmpi.train.loop.averaging import Average
 from dearmpi.train.loop.blocks import prepare_blocks
 from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
-from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve, parameter_groups
+from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
 from dearmpi.train.ranks.device import check_precision, convert_model, device_of_model
@@ -158,7 +158,7 @@ def prepare(
         loading = open_loader(task, name=settings.task, num_workers=settings.workers)
         evaluated = task if average is None else replace(task, model=average.model)
         evaluator = _evaluator(settings, evaluated, batches, loading)
-        inner = choice.build(parameter_groups(task.model, settings.no_decay))
+        inner = choice.build_for(task.model, settings.no_decay)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
     start_step = 0 if snapshot is None else snapshot.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from dearmpi.config import known_names
 from dearmpi.errors import TaskError
+from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
 from dearmpi.train.settings.choices import LrSchedule, NoDecay
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.own_code import load_own
@@ -37,6 +38,17 @@ class OptimizerChoice:
     def lr(self) -> float:
         """The learning rate, torch's own default where none was chosen."""
         return float(self.arguments["lr"])
+
+    def build_for(
+        self, model: nn.Module, no_decay: Collection[NoDecay] | None
+    ) -> torch.optim.Optimizer:
+        """Make it for the trained parameters of ``model``; of ``Muon``, which takes matrices alone,
+        AdamW has the others. Raises TaskError as ``build`` and ``parameter_groups`` do.
+        """
+        groups = parameter_groups(model, no_decay)
+        if self.kind is not getattr(torch.optim, "Muon", None):
+            return self.build(groups)
+        return replace(self, kind=MuonWithAdamW).build(muon_groups(model, groups))
 
     def build(self, parameters: Iterable[nn.Parameter | dict[str, Any]]) -> torch.optim.Optimizer:
         """Make it for ``parameters`` or their groups. Raises TaskError, with its reason, where it
