@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -137,12 +137,18 @@ class RandomReduce(SparseReduce):
 class RandomBlocks(RandomReduce):
     """A block of each shard in turn, in an order that is drawn anew once all had theirs."""
 
+    _sweep = -1
+    _order: Sequence[int] = ()
+
     def choose(self, turn: int) -> slice:
         """A block; the last of a shard may be shorter."""
-        sweep, place = divmod(turn, math.ceil(self.numel / self.num_sent))
-        order = list(range(math.ceil(self.numel / self.num_sent)))
-        random.Random(f"{self.index} {sweep}").shuffle(order)
-        start = order[place] * self.num_sent
+        num = math.ceil(self.numel / self.num_sent)
+        sweep, place = divmod(turn, num)
+        if sweep != self._sweep:
+            order = list(range(num))
+            random.Random(f"{self.index} {sweep}").shuffle(order)
+            self._sweep, self._order = sweep, order
+        start = self._order[place] * self.num_sent
         return slice(start, min(start + self.num_sent, self.numel))
 
 
