@@ -170,7 +170,14 @@ def _pack(task: Task, num_workers: int) -> bytes:
     """The parts of ``task`` for a worker, pickled by torch, which writes shared memory once."""
     nothing: Any = None
     needed = replace(
-        task, model=nothing, loss=nothing, metrics=None, summarize=None, notes=(), defaults={}
+        task,
+        model=nothing,
+        loss=nothing,
+        metrics=None,
+        summarize=None,
+        notes=(),
+        defaults={},
+        callbacks=(),
     )
     file = io.BytesIO()
     try:

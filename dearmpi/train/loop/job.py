@@ -35,6 +35,7 @@ from dearmpi.train.ranks.device import check_precision, convert_model, device_of
 from dearmpi.train.run.resuming import continue_random_state, split_tensors
 from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import RunSettings
+from dearmpi.train.tasks.own_callbacks import find_callbacks
 from dearmpi.train.tasks.task import Task
 
 LEAST_STEPS_TO_PLAN = 2 * MOST_STEPS  # so that the plan is followed for half of them at least
@@ -49,7 +50,7 @@ class Job:
     start_step, total_steps: optimizer steps taken before, and at the end of the run.
     loading: loads samples. evaluator: None where the task has no held-out data.
     best: the lowest held-out loss so far. average: of the parameters, where one is kept.
-    scaler: of the loss, with fp16.
+    scaler: of the loss, with fp16. callbacks: the task's and the user's own.
     """
 
     world: World
@@ -67,6 +68,7 @@ class Job:
     best: BestEvaluation
     average: Average | None = None
     scaler: GradScaler | None = None
+    callbacks: tuple[object, ...] = ()
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -155,6 +157,7 @@ def prepare(
         average = _fill_model(task, settings, snapshot)
         prepare_blocks(task.model, settings)
         scaler = _scaler(device_of_model(task.model), settings, snapshot)
+        callbacks = find_callbacks(task, settings.callback)
         loading = open_loader(task, name=settings.task, num_workers=settings.workers)
         evaluated = task if average is None else replace(task, model=average.model)
         evaluator = _evaluator(settings, evaluated, batches, loading)
@@ -186,6 +189,7 @@ def prepare(
         best=BestEvaluation.of(settings, snapshot),
         average=average,
         scaler=scaler,
+        callbacks=callbacks,
     )
 
 

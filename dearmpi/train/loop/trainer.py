@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dearmpi.errors import NonFiniteLossError
+from dearmpi.train.loop.callbacks import Callbacks, Fit
 from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.stepping import Due, StepResult, Timetable, coming_batches, take_step
@@ -55,10 +56,12 @@ class Trainer:
     ) -> None:
         self._job, self._listener, self._stop_requested = job, listener, stop_requested
         self._timetable = Timetable.of(job)
+        self._fit = Fit(job, folder, job.start_step)
+        self._callbacks = Callbacks(job.callbacks, self._fit)
         state = job.state()
         self._steps = RunSteps(
             state,
-            Saver(state, folder, saved=listener.saved, check_own=check_own),
+            Saver(state, folder, saved=self._saved, check_own=check_own),
             stop_requested=stop_requested,
             skips_bad=job.settings.on_nan == "skip",
             cure="lower --lr, clip with --max-grad-norm, or skip such steps with --on-nan skip",
@@ -78,12 +81,15 @@ class Trainer:
         """
         self._job.loading.expect(coming_batches(self._job))
         try:
+            self._callbacks.call("on_fit_start")
             if self._owes_evaluation:
                 self._evaluate_again()
                 self._save_best(due=False)
             while not (self._stopping or self._ended):
                 self._take_turn()
             self._finish()
+            outcome = self._fit.outcome = self._outcome()
+            self._callbacks.call("on_fit_end")
         except Exception as error:
             self._steps.fail(error)
             if is_agreed(error):
@@ -91,7 +97,6 @@ class Trainer:
             raise
         finally:
             self._job.loading.close()
-        outcome = self._outcome()
         self._steps.close()
         self._job.close()
         return outcome
@@ -137,6 +142,14 @@ class Trainer:
             row_due=row_due,
         )
         self._listener.stepped(self._step)
+        fit = self._fit
+        fit.step, fit.loss, fit.lr = self._step, self._last.loss, self._last.lr
+        self._callbacks.call("on_step_end")
+
+    def _saved(self, checkpoint: Path | None) -> None:
+        self._listener.saved(checkpoint)
+        self._fit.checkpoint = checkpoint
+        self._callbacks.call("on_checkpoint_saved")
 
     def _samples_of_step(self) -> int:
         """Samples of the step just taken, which is not counted yet, over all ranks."""
@@ -207,6 +220,8 @@ class Trainer:
             found = self._job.evaluator.run(self._job.world, stop_requested=stop_requested)
         if found is not None:
             self._job.best.note(self._step, found.loss)
+            self._fit.evaluation = found
+            self._callbacks.call("on_evaluation_end")
         self._evaluation = found or self._evaluation
         self._broken_off = self._broken_off or found is None
         return found

@@ -63,6 +63,14 @@ class RunChoices:
         {}, "Task", "texts", "an option of the task", flag="task-option", fixed=True
     )
 
+    callback: str | None = setting(
+        None,
+        "Task",
+        "text",
+        "your class or function, called without arguments, for an object whose methods the run "
+        "calls: on_fit_start, on_step_end ...",
+        metavar="FILE.py:NAME",
+    )
     workers: int = setting(
         0,
         "Task",

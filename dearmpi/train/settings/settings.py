@@ -85,6 +85,7 @@ class RunSettings(RunChoices):
             ("schedule", self.schedule, ("dear",)),
             ("trace", self.trace, (None,)),
             ("ema", self.ema, (None,)),
+            ("precision", self.precision, ("fp32", "bf16", "fp64")),
         )
         for name, value, served in refused:
             if value not in served:

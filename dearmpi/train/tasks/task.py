@@ -31,6 +31,15 @@ else:
     OptionsT = TypeVar("OptionsT")
 
 
+CALLBACK_METHODS = (
+    "on_fit_start",
+    "on_step_end",
+    "on_evaluation_end",
+    "on_checkpoint_saved",
+    "on_fit_end",
+)
+
+
 class Samples(Protocol):
     """A finite, indexable set of samples, such as a ``torch.utils.data.Dataset`` with a length."""
 
@@ -60,6 +69,8 @@ class Task:
     defaults: run settings that suit this task, such as ``lr`` and ``epochs``, each used where
         the user gives none. They hold at any world size, since ``batch_size`` counts the samples
         of a step over all ranks.
+    callbacks: objects with some of CALLBACK_METHODS. Each takes a ``Fit``
+        (``dearmpi.train.loop.callbacks``) and is called on every rank.
     """
 
     name: str
@@ -77,6 +88,7 @@ class Task:
     summarize: Callable[[nn.Module], Sequence[str]] | None = None
     data_digest: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict)
+    callbacks: Sequence[object] = ()
 
 
 def collate(task: Task, samples: list[Any]) -> Any:
