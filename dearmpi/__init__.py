@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
     from dearmpi.local.optimizer import LocalOptimizer
+    from dearmpi.local.scaffnew import Scaffnew
     from dearmpi.train.run.script_run import Run
     from dearmpi.tune.device_probe import probe_devices
 
@@ -36,6 +37,7 @@ __all__ = [
     "GradScaler",
     "LocalOptimizer",
     "Run",
+    "Scaffnew",
     "StallLimits",
     "SyncBatchNorm",
     "World",
@@ -53,6 +55,7 @@ _HOMES = {
     "GradScaler": "dearmpi.engine.scaling",
     "LocalOptimizer": "dearmpi.local.optimizer",
     "Run": "dearmpi.train.run.script_run",
+    "Scaffnew": "dearmpi.local.scaffnew",
     "StallLimits": "dearmpi.comm.watchdog.watchdog",
     "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",
     "World": "dearmpi.comm.world",

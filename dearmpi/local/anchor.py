@@ -74,20 +74,24 @@ class Anchor:
             value.copy_(self._trained[name])
 
     @torch.no_grad()
-    def start_exchange(self, names: tuple[str, ...]) -> None:
+    def start_exchange(
+        self, names: tuple[str, ...], values: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Have the outer optimizer step on what ranks have learned of ``names`` (collective).
 
+        values: what counts as learned; None: what is trained.
         Returns before the exchange is over. Ranks must call it after the same number of steps.
         """
+        values = self._trained if values is None else values
         shared = self.shared  # waits for the exchange before
         if self._takes_over:
             for name in names:
-                shared[name].copy_(self._trained[name])
+                shared[name].copy_(values[name])
             return
         self._limit_to(frozenset(names), shared)
         for name in names:
             value = shared[name]
-            value.grad = value - self._trained[name].to(value.dtype)
+            value.grad = value - values[name].to(value.dtype)
         self.outer.step()
         if self.outer.world.size == 1:
             self.outer.zero_grad()

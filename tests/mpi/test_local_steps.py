@@ -7,6 +7,8 @@ import torch
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.local.rounds import ClientRounds, control_sum
+from dearmpi.plan.data.rounds import RoundRule
 from tests.mpi.local_steps import SMALL, Case, backward, sgd, simulate, steps_of
 from tests.mpi.models import build_model
 
@@ -56,3 +58,18 @@ def test_diloco_equals_one_process(case: Case, world: World) -> None:
     trained = {name for names in optimizer.fragments for name in names}
     assert_close({name: shared[name] for name in trained}, {name: anchor[name] for name in trained})
     optimizer.close()
+
+
+def test_clients_dealt_to_ranks_find_the_mean_of_their_functions(world: World) -> None:
+    """Quadratics, whose common optimum is known."""
+    targets = torch.linspace(-3.0, 5.0, 12 * 9, dtype=torch.float64).view(12, 9)
+    weights = torch.linspace(1.0, 4.0, 12, dtype=torch.float64)
+    rule = RoundRule.of_smoothness(4.0, 1.0, num_clients=12, sparsity=3, cohort=6)
+    clients = ClientRounds(torch.zeros(9, dtype=torch.float64), rule, world=world)
+    for _ in range(300):
+        clients.run(lambda client, point: weights[client] * (point - targets[client]))
+    optimum = (weights[:, None] * targets).sum(0) / weights.sum()
+    torch.testing.assert_close(clients.shared, optimum, rtol=1e-10, atol=1e-10)
+    total = control_sum(world, clients.controls, like=optimum)
+    assert float(total.abs().max()) < 1e-12
+    clients.close()

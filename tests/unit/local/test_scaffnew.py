@@ -1,0 +1,179 @@
+"""Scaffnew as an optimizer: what ``ClientRounds`` computes, saved, resumed and refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi import Scaffnew
+from dearmpi.comm.world import World
+from dearmpi.errors import CheckpointError, ConfigError, DearError, MismatchError, UsageError
+from dearmpi.local.rounds import ClientRounds
+from dearmpi.plan.data.rounds import RoundRule
+from tests.codes import raises
+from tests.fakes.ranks import run_ranks
+
+NUM_FEATURES = 7
+
+
+class Plane(nn.Module):
+    """Two parameters, so that masks go on from one to the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(NUM_FEATURES, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+
+def rows_of(client: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(client)
+    x = torch.randn(9, NUM_FEATURES, generator=generator, dtype=torch.float64)
+    return x, x.sum(1) * client + client
+
+
+def loss_of(client: int, weight: Tensor, bias: Tensor) -> Tensor:
+    x, y = rows_of(client)
+    return (x @ weight + bias - y).square().mean() / 2 + 0.05 * weight.square().sum()
+
+
+def backward(model: Plane, rank: int) -> None:
+    model.zero_grad()
+    torch.autograd.backward(loss_of(rank, model.weight, model.bias))
+
+
+@pytest.mark.parametrize(
+    ("size", "sparsity", "cohort"), [(1, None, None), (2, None, None), (4, 2, None), (4, 2, 3)]
+)
+def test_an_optimizer_computes_what_clients_do(
+    size: int, sparsity: int | None, cohort: int | None
+) -> None:
+    def train(world: World) -> None:
+        model = Plane()
+        optimizer = Scaffnew(
+            model.parameters(), model, lr=0.1, p=0.4, sparsity=sparsity, cohort=cohort, world=world
+        )
+        while optimizer.num_rounds < 20:
+            if optimizer.takes_part:
+                backward(model, world.rank)
+            optimizer.step()
+        rounds = ClientRounds(torch.zeros(NUM_FEATURES + 1).double(), optimizer.rule, world=world)
+
+        def gradient(client: int, point: Tensor) -> Tensor:
+            point.requires_grad_()
+            loss = loss_of(client, point[:NUM_FEATURES], point[NUM_FEATURES])
+            return torch.autograd.grad(loss, point)[0]
+
+        for _ in range(20):
+            rounds.run(gradient)
+        found = torch.cat([model.weight.detach(), model.bias.detach()[None]])
+        torch.testing.assert_close(found, rounds.shared, rtol=1e-11, atol=1e-12)
+        control = torch.cat([optimizer.controls["weight"], optimizer.controls["bias"][None]])
+        torch.testing.assert_close(control, rounds.controls[world.rank], rtol=1e-10, atol=1e-12)
+        optimizer.close()
+        rounds.close()
+
+    run_ranks(size, train)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit() -> None:
+    def build(world: World) -> tuple[Plane, Scaffnew]:
+        model = Plane()
+        return model, Scaffnew(model.parameters(), model, lr=0.1, p=0.3, world=world)
+
+    def train(world: World) -> None:
+        (whole, first), (parted, second) = build(world), build(world)
+        for step in range(30):
+            for model, optimizer in ((whole, first), (parted, second)):
+                backward(model, world.rank)
+                optimizer.step()
+            if step == 13:
+                state = copy.deepcopy(second.state_dict())
+                second.close()
+                parted, second = build(world)
+                second.load_state_dict(state)
+        assert torch.equal(whole.weight, parted.weight)
+        state["scaffnew"]["rank"] += 1
+        with raises(CheckpointError, "state-of-other-model", world.rank + 1):
+            second.load_state_dict(state)
+        with raises(CheckpointError, "state-of-other-model"):
+            second.load_state_dict({"state": {}, "param_groups": []})
+        first.close()
+        second.close()
+
+    run_ranks(2, train)
+
+
+def test_lr_and_p_follow_from_smoothness() -> None:
+    def build(world: World) -> None:
+        model = Plane()
+        optimizer = Scaffnew(model.parameters(), model, smoothness=(4.0, 0.25), world=world)
+        assert optimizer.rule == RoundRule(3, 2 / 4.25, 0.25, 3, 3)
+        assert optimizer.rule.eta == pytest.approx(0.25)
+        optimizer.close()
+
+    run_ranks(3, build)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "setting-missing"),
+    ({"lr": 0.0}, "out-of-range"),
+    ({"lr": 0.1, "p": 0.0}, "out-of-range"),
+    ({"lr": 0.1, "sparsity": 1}, "out-of-range"),
+    ({"lr": 0.1, "cohort": 4}, "out-of-range"),
+    ({"smoothness": (1.0, 2.0)}, "out-of-range"),
+]
+
+
+@pytest.mark.parametrize(("settings", "code"), REFUSED, ids=str)
+def test_settings_without_meaning_are_refused(settings: dict[str, Any], code: str) -> None:
+    def build(world: World) -> None:
+        model = Plane()
+        with raises(ConfigError, code):
+            Scaffnew(model.parameters(), model, world=world, **settings)
+
+    run_ranks(3, build)
+
+
+def test_ranks_with_other_settings_are_told() -> None:
+    def build(world: World) -> None:
+        model = Plane()
+        with raises(MismatchError, "ranks-built-differently"):
+            Scaffnew(model.parameters(), model, lr=0.1 + world.rank, world=world)
+
+    run_ranks(2, build)
+
+
+def _change_lr(optimizer: Scaffnew) -> None:
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+
+
+MISUSES: list[Callable[[Any], Any]] = [
+    lambda optimizer: optimizer.step(lambda: 0.0),
+    lambda optimizer: optimizer.join(),
+    lambda optimizer: optimizer.no_sync(),
+    lambda optimizer: optimizer.add_param_group({"params": []}),
+    _change_lr,
+]
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_what_it_does_not_have_is_refused(misuse: Callable[[Any], Any]) -> None:
+    def train(world: World) -> None:
+        model = Plane()
+        optimizer = Scaffnew(model.parameters(), model, lr=0.1, world=world)
+        backward(model, world.rank)
+        with raises(UsageError, "local-steps-forbid"):
+            misuse(optimizer)
+        optimizer.close()
+        optimizer.close()
+        optimizer.param_groups[0]["lr"] = 0.1
+        with raises(DearError, "optimizer-closed"):
+            optimizer.step()
+
+    run_ranks(2, train)
