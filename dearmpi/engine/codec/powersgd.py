@@ -166,6 +166,7 @@ class PowerReduce(StatelessCodec):
         self._residual: Tensor | None = None
         self._next: Tensor | None = None
         self._is_reduced = self.owes = False
+        self._is_finite = True
         spec = bucket.spec
         self.sent_bytes = (spec.world_size - 1) * factors.shard_numel * spec.itemsize
 
@@ -184,6 +185,7 @@ class PowerReduce(StatelessCodec):
             own.add_(carried, alpha=bucket.spec.world_size)  # of elements, and not of factors
         self._factors.are_unpacked = False
         sent = self._factors.pack(data)
+        self._is_finite = math.isfinite(float(sent.sum()))  # of a few numbers, which know of all
         total = sent.clone()
         yield self._algorithm.start_reduce_scatter(total, collectives)
         if self._next is None:
@@ -201,7 +203,7 @@ class PowerReduce(StatelessCodec):
         assert self._next is not None
         self._is_reduced, self.owes, bucket.owed = False, True, None
         self._residual, self._next = self._next, self._residual
-        if not math.isfinite(float(self._residual.sum())):
+        if not self._is_finite:
             self._residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def discard(self) -> None:
