@@ -36,9 +36,9 @@ _MEAN = "mean(x) for an average, or all_reduce(values, op) for a sum, maximum or
 _OPERATION = 'give all_reduce the word: op="sum", "mean", "max" or "min"'
 _END = "leave it out: the job ends with its scripts"
 _MPI4PY = "from mpi4py import MPI has it, for MPI.COMM_WORLD and the main thread"
-_ONE_WORLD = (
-    "there are no groups of ranks: a DistributedOptimizer trains on all ranks of the job, so start "
-    "a job for each model"
+_GROUPS = (
+    "groups of ranks are worlds: group = world.group(ranks), or world.split(color), has the same "
+    "methods, and DistributedOptimizer(..., world=group) trains on its ranks"
 )
 
 PACKAGE = _by_name(
@@ -93,7 +93,7 @@ PACKAGE = _by_name(
             "call model = dearmpi.convert_sync_batchnorm(model)"
         ),
         "alltoall all_to_all reducescatter reduce_scatter send recv scatter": _MPI4PY,
-        "new_group process_set ProcessSet add_process_set ProcessGroup": _ONE_WORLD,
+        "new_group process_set ProcessSet add_process_set ProcessGroup": _GROUPS,
         "Plan": "write from dearmpi.plan.data.plan import Plan",
         "read_plan load_plan": "write from dearmpi.plan.data.plan import read_plan",
         "DearError ConfigError ArgumentError TaskError LaunchError MismatchError DataError "
@@ -143,8 +143,7 @@ WORLD = _by_name(
         "shutdown finalize Finalize Free destroy Disconnect disconnect": _END,
         "device": 'it is torch.device("cuda", world.local_rank) where a rank has a device',
         "print print_once": "write if world.is_root: print(...)",
-        "Split Split_type split Create_group Dup Clone new_group group subgroup "
-        "process_group": _ONE_WORLD,
+        "Split Split_type Create_group Dup Clone new_group subgroup process_group": _GROUPS,
         "send recv Send Recv isend irecv Isend Irecv sendrecv Sendrecv scatter Scatter alltoall "
         "Alltoall all_to_all reduce_scatter reduce_scatter_tensor Reduce_scatter Scan scan "
         "py2f": _MPI4PY,
@@ -256,8 +255,8 @@ SETTINGS = _by_name(
             "write with optimizer.no_sync(): around all backwards of a step but the last"
         ),
         "process_group group comm communicator process_set": (
-            "leave it out: it trains on all ranks of the job; world= takes what "
-            "dearmpi.connect() returns"
+            "it is world= here, which takes what dearmpi.connect(), world.group(ranks) or "
+            "world.split(color) returns"
         ),
         "device_ids output_device device device_id": (
             "leave it out, and move the model to its device before: "
@@ -305,7 +304,7 @@ SETTINGS = _by_name(
 
 CONNECTION = _by_name(
     {
-        "backend init_method rank world_size size comm ranks store local_rank": _LAUNCHER,
+        "backend init_method rank world_size size ranks store local_rank": _LAUNCHER,
         "timeout": "give stall_limits=dearmpi.StallLimits(warning_s, abort_s)",
         "mode progress_mode": 'give progress="thread" or "poll"',
     }
@@ -315,7 +314,7 @@ CONNECTION = _by_name(
 _ROOT = _by_name({"root_rank src source from_rank": "it is root= here"})
 BROADCAST = {
     **_ROOT,
-    **_by_name({"process_set group process_group": _ONE_WORLD}),
+    **_by_name({"process_set group process_group": _GROUPS}),
     **_by_name({"params parameters named_parameters module": "give the model itself"}),
 }
 """Arguments of ``broadcast_parameters`` and its like."""
@@ -328,7 +327,7 @@ COLLECTIVE = _by_name(
         ),
         "average": 'call world.mean(x), or world.all_reduce(x, op="mean")',
         "reduce_op reduction operation": _OPERATION,
-        "process_set group process_group comm": _ONE_WORLD,
+        "process_set group process_group comm": _GROUPS,
         "async_op": "leave it out: a call of world waits, and gradients travel meanwhile anyhow",
         "tensor tensors tensor_list obj object_list sendbuf sendobj data array": (
             "give what is exchanged as the first argument, without a name"

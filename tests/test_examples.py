@@ -129,6 +129,14 @@ def test_a_run_of_ones_own_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "done" in again and "loss" not in again  # nothing is left to train
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_grid_of_ranks_gives_the_numbers_of_one_process(ranks: int) -> None:
+    name = "tensor_and_data_parallel.py"
+    alone, grid = run_example(name, 1), run_example(name, ranks)
+    assert number(alone, "step 39 loss") == pytest.approx(number(grid, "step 39 loss"), abs=1e-9)
+    assert number(grid, "step 39 loss") < 0.2 * number(grid, "step 0 loss")
+
+
 def test_the_gan_finds_the_circle() -> None:
     assert number(run_example("gan.py"), "mean radius") == pytest.approx(1.0, abs=0.3)
 

@@ -57,12 +57,17 @@ class _Process:
 
 @answers_guesses("connect", CONNECTION)
 def connect(
-    progress: ProgressMode | None = None, *, stall_limits: StallLimits | None = None
+    progress: ProgressMode | None = None,
+    *,
+    stall_limits: StallLimits | None = None,
+    comm: object = None,
 ) -> World:
     """The world that this process was launched into; the same object at every call.
 
     progress: ``thread`` (default) or ``poll``; below MPI_THREAD_MULTIPLE always ``poll``.
     stall_limits: how long a wait for other ranks may last; only the first call's count.
+    comm: a communicator of mpi4py, of a site or a framework, whose ranks are the world; None: all
+    of the job. It is duplicated. Only the first call may give one.
     From then on an uncaught exception ends the whole job, so that no rank waits for ever. Processes
     that this one starts leave MPI alone, also where they import ``mpi4py.MPI``.
     Raises LaunchError if the launcher announced more ranks than MPI sees, and in a process that a
@@ -75,7 +80,7 @@ def connect(
         refuse_workers(os.environ)
         requested = progress or "thread"
         is_first = "mpi4py.MPI" not in sys.modules  # else other code may need MPI to the end
-        world = _connect(requested, stall_limits)
+        world = _connect(requested, stall_limits, comm)
         _Process.world, _Process.progress = world, requested
         keep_from_mpi(os.environ)
         deadline = None
@@ -83,6 +88,12 @@ def connect(
             deadline = limit_end(world, stall_limits or StallLimits()) if is_first else None
             abort_on_exception(world)
         atexit.register(leave, world, deadline)
+    elif comm is not None:
+        raise ConfigError(
+            "comm is given, but this process was connected before; give it at the first connect(), "
+            "or make a group of ranks by world.group(ranks) or world.split(color)",
+            code="connected-differently",
+        )
     elif progress is not None and progress != _Process.progress:
         raise ConfigError(
             f"progress is {progress!r}, but this process was connected with "
@@ -108,19 +119,20 @@ def _refuse_group(name: str, given: object) -> ConfigError:
     wanted = "a World" if name == "world" else "'thread' or 'poll'"
     return ConfigError(
         f"{name} is of type {type(given).__name__}, not {wanted}; leave it out, or pass the world "
-        "that dearmpi.connect() returns as world=. A world holds all ranks of the job: "
-        "communicators and process groups of some ranks are not supported. Start a job of its own "
-        "(mpirun) for each group of ranks",
+        "that dearmpi.connect() returns as world=, or a group of its ranks: world.group(ranks) or "
+        "world.split(color). A communicator of mpi4py goes to dearmpi.connect(comm=...)",
         code="wrong-type",
     )
 
 
-def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
+def _connect(
+    progress: ProgressMode, stall_limits: StallLimits | None, comm: object = None
+) -> World:
     try:
         from dearmpi.comm.backends import mpi
 
         with limit_start(stall_limits or StallLimits()):
-            collectives: Collectives = mpi.connect()
+            collectives: Collectives = mpi.connect(comm)
     except (ImportError, RuntimeError) as error:
         announced = announced_size(os.environ)
         if announced > 1:
@@ -133,7 +145,8 @@ def _connect(progress: ProgressMode, stall_limits: StallLimits | None) -> World:
 
         return World(AloneCollectives(), progress="poll")
     try:
-        check_launch(collectives.size, os.environ)
+        if comm is None:
+            check_launch(collectives.size, os.environ)
     except LaunchError as error:
         _limit_end_alone(error.exit_code)
         raise

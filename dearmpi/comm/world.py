@@ -1,11 +1,14 @@
-"""World: the ranks of this job, seen from one of them, and the channels between them."""
+"""World: the ranks of this job, seen from one of them, and the channels between them.
+
+A group is the world of some of them, which has the job's progress thread and watchdog.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import (
@@ -23,7 +26,7 @@ from typing import (
 import numpy as np
 
 from dearmpi.comm.api import safe_output
-from dearmpi.comm.api.call import Call
+from dearmpi.comm.api.call import Call, name_ranks
 from dearmpi.comm.api.collectives import (
     Buffer,
     Chain,
@@ -71,9 +74,11 @@ def unchanged(collectives: Collectives) -> Collectives:
 
 
 class World:
-    """All ranks of the job. Its collective methods must be called by every rank, in one order.
+    """All ranks of the job, or a group of them. Its collective methods must be called by every
+    rank of it, in one order.
 
     rank, size: this process's index and the number of processes.
+    job_ranks: the index within the job of each rank.
     host, hosts: the name of this rank's host, and of every rank's.
     local_rank: this rank's index among those of its host.
     serves_any_thread: whether threads other than the main one may drive progress.
@@ -86,32 +91,42 @@ class World:
         progress: ProgressMode = "thread",
         stall_limits: StallLimits | None = None,
         serves_any_thread: bool = True,
+        parent: World | None = None,
+        job_ranks: Sequence[int] = (),
+        name: str = "",
     ) -> None:
+        """``parent``, ``job_ranks``, ``name``: of a group; its limits are those of the job."""
         self.serves_any_thread = serves_any_thread
         self.rank: Final = collectives.rank
         self.size: Final = collectives.size
         self.hosts: Final = collectives.hosts
         self.host: Final = self.hosts[self.rank]
-        self.progress = Progress(progress, origin=self._origin)
-        self._collectives = collectives
-        self._channel = Channel(
-            collectives, self.progress.open_lane("control", window=1), self.progress
-        )
-        self._watchdog = Watchdog(
-            collectives,
-            rank=self.rank,
-            hosts=self.hosts,
-            limits=stall_limits or StallLimits(),
-            polls=progress == "poll",
-        )
-        self.progress.watch(self._watchdog)
+        self.job_ranks: Final = tuple(job_ranks) or tuple(range(self.size))
+        self._collectives, self._parent, self._name = collectives, parent, name
+        self._num_groups = 0
+        if parent is None:
+            self.progress = Progress(progress, origin=self._origin)
+            self._watchdog = Watchdog(
+                collectives,
+                rank=self.rank,
+                hosts=self.hosts,
+                limits=stall_limits or StallLimits(),
+                polls=progress == "poll",
+            )
+            self.progress.watch(self._watchdog)
+        else:
+            self.progress, self._watchdog = parent.progress, parent._watchdog
+            self._watchdog.add_group(name)
+        lane = f"control of {name}" if name else "control"
+        self._channel = Channel(collectives, self.progress.open_lane(lane, window=1), self.progress)
         self._shared: dict[str, Channel] = {}
         self._labels: Counter[str] = Counter()
         self._calling = threading.local()  # its ``name``: of the outermost call in progress
         self._closed = False
         self._process = os.getpid()
-        # A channel of its own, so that no exchange of a rank that goes on mixes with it.
-        self._farewell = self.open_channel("farewell", window=1)
+        if parent is None:
+            # A channel of its own, so that no exchange of a rank that goes on mixes with it.
+            self._farewell = self.open_channel("farewell", window=1)
         self.local_rank: Final = self.hosts[: self.rank].count(self.host)
 
     if not TYPE_CHECKING:  # a type checker would accept any name
@@ -124,7 +139,8 @@ class World:
             self.__getattribute__(name)  # raises as if this method were not there
 
     def __repr__(self) -> str:
-        return f"World(rank={self.rank}, size={self.size}, host={self.host!r})"
+        of = f", {self._name}" if self._name else ""
+        return f"World(rank={self.rank}, size={self.size}, host={self.host!r}{of})"
 
     @property
     def is_root(self) -> bool:
@@ -135,6 +151,56 @@ class World:
     def has_progress_thread(self) -> bool:
         """Whether there are other ranks, and a thread of its own completes communication."""
         return self.size > 1 and self.progress.mode == "thread"
+
+    def group(self, ranks: Iterable[int]) -> World | None:
+        """The world of ``ranks``, in this order; None on other ranks (collective).
+
+        Every rank of this world gives the same ``ranks``; ``split`` makes several groups at once.
+        ``DistributedOptimizer(..., world=group)`` trains on them. A group has this world's progress
+        thread and stall limits, and ends with it.
+        Raises ConfigError for ranks that there are not, or twice; MismatchError if they differ.
+        """
+        chosen = _ranks_of(ranks, self.size)
+        with self.named_call(f"world.group({list(chosen)})"):
+            self._exchange("making of a group", meet)
+        return self._make_group(chosen)
+
+    def split(self, color: int | str | None) -> World | None:
+        """The world of all ranks that give the same ``color``, by rank; None for None (collective).
+
+        Two ranks each on four: ``world.split(world.rank // 2)``.
+        """
+        if color is not None and not isinstance(color, (int, str)):
+            raise ConfigError(
+                f"color is {color!r}; give the same whole number, or text, on all ranks that are "
+                "to be one group, and None on ranks of none",
+                code="wrong-type",
+            )
+        with self.named_call("world.split()"):
+            colors = self.all_gather_text(repr(color))
+        return self._make_group(
+            () if color is None else [r for r, one in enumerate(colors) if one == repr(color)]
+        )
+
+    def _make_group(self, ranks: Sequence[int]) -> World | None:
+        """Of ``ranks``, which all know that they make it."""
+        self._num_groups += 1
+        if self.rank not in ranks:
+            return None
+        made: list[Collectives] = []
+        self.on_progress_thread(
+            lambda: made.append(self._collectives.make_group(ranks, self._num_groups))
+        )
+        of_job = [self.job_ranks[rank] for rank in ranks]
+        name = f"group {self._num_groups} of {name_ranks(ranks, self.hosts)}"
+        return World(
+            made[0],
+            progress=self.progress.mode,
+            serves_any_thread=self.serves_any_thread,
+            parent=self,
+            job_ranks=of_job,
+            name=f"{name} in {self._name}" if self._name else name,
+        )
 
     def open_channel(
         self,
@@ -310,7 +376,15 @@ class World:
 
     @property
     def _origin(self) -> str:
-        return f"rank {self.rank} on {self.host}"
+        return f"rank {self.job_ranks[self.rank]} on {self.host}"
+
+    def _refuse_for_group(self, call: str) -> None:
+        if self._parent is not None:
+            raise ConfigError(
+                f"{call} of the {self._name}, which ends with the job; call it on the world that "
+                "dearmpi.connect() returned, or leave it out",
+                code="settings-contradict",
+            )
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size:
@@ -325,6 +399,8 @@ class World:
         flight.
         """
         name = getattr(self._calling, "name", operation)
+        if self._name:
+            name = f"{name} in {self._name}"
         call = Call(name, operation, threading.get_ident())
         results: list[Result] = []
         problems: list[MismatchError] = []
@@ -335,7 +411,7 @@ class World:
             except MismatchError as error:
                 problems.append(error)
 
-        with self._watchdog.exchange():
+        with self._watchdog.exchange(self._name):
             self._channel.run(str(call), lambda c: Chain(follow(c)))
         if problems:
             raise problems[0]
@@ -346,8 +422,9 @@ class World:
 
         exit_status: with which the program ends; the job does, too, if others wait for it in vain.
         Raises StallError if this rank waits for others in vain, or they for it; the message names
-        operations that not every rank has joined.
+        operations that not every rank has joined. Raises ConfigError for a group.
         """
+        self._refuse_for_group("leave()")
         if not self._closed:
             self.progress.drain()
             self._watchdog.leave(exit_status)
@@ -360,12 +437,37 @@ class World:
     @property
     def is_closed(self) -> bool:
         """Whether no operation can complete any more, as in a fork of the process."""
+        if self._parent is not None:
+            return self._parent.is_closed
         return self._closed or os.getpid() != self._process
 
     def close(self) -> None:
-        """Stop progress; no operation may be pending. Safe to call twice."""
+        """Stop progress; no operation may be pending. Safe to call twice.
+
+        Raises ConfigError for a group.
+        """
+        self._refuse_for_group("close()")
         self._closed = True
         self.progress.close()
+
+
+def _ranks_of(given: Iterable[int], size: int) -> tuple[int, ...]:
+    """``given``, checked. Raises ConfigError unless they are different ranks."""
+    ranks = tuple(given)
+    for rank in ranks:
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise ConfigError(
+                f"a rank of a group is {rank!r}; give whole numbers", code="wrong-type"
+            )
+        if not 0 <= rank < size or ranks.count(rank) > 1:
+            raise ConfigError(
+                f"the ranks of a group are {list(ranks)}; each must be from 0 to {size - 1}, and "
+                "there once",
+                code="out-of-range",
+            )
+    if not ranks:
+        raise ConfigError("a group of no ranks; give at least one", code="out-of-range")
+    return ranks
 
 
 def _describe(buffer: Buffer) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -81,6 +81,11 @@ class FakeCollectives:
         operation = self._hub.post(self.rank, self._communicator, "DUP", None)
         twin = FakeCollectives(self._hub, self.rank, operation.result)
         return twin, FakeRequest(self._hub, operation, self.rank, None)
+
+    def make_group(self, ranks: Sequence[int], number: int) -> Collectives:
+        """On a hub of their own; waits for nobody."""
+        hub = self._hub.group(tuple(ranks), number)
+        return FakeCollectives(hub, list(ranks).index(self.rank))
 
     def free(self) -> None:
         """Nothing to give back."""

@@ -56,6 +56,7 @@ class FakeHub:
         self._wire_free_s = float("-inf")
         self.messages: dict[int, deque[tuple[int, bytes]]] = {r: deque() for r in range(size)}
         self.letters = Letters()
+        self._groups: dict[tuple[tuple[int, ...], int], FakeHub] = {}
 
     def mark(self, rank: int, text: str = "|") -> None:
         """Put ``text`` among the records of ``rank``, such as a bar where backprop ends."""
@@ -72,10 +73,21 @@ class FakeHub:
             mine = [record for record in self.records if record.rank == rank]
         return " ".join(r.label for r in mine if r.communicator is None or r.communicator in shown)
 
+    def group(self, ranks: tuple[int, ...], number: int) -> FakeHub:
+        """The hub of some ranks, which these share."""
+        with self.lock:
+            if (ranks, number) not in self._groups:
+                hosts = [self.hosts[rank] for rank in ranks]
+                self._groups[ranks, number] = FakeHub(len(ranks), hosts=hosts, clock=self.clock)
+            return self._groups[ranks, number]
+
     def fail(self, reason: str) -> None:
         """Let every operation that is incomplete, now or later, raise CommError."""
         with self.lock:
             self.failure = self.failure or reason
+            groups = list(self._groups.values())
+        for group in groups:
+            group.fail(reason)
 
     def post(
         self,

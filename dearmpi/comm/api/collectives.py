@@ -173,6 +173,13 @@ class Collectives(Protocol):
         """A new set over the same ranks with an order of its own; usable once complete."""
         ...
 
+    def make_group(self, ranks: Sequence[int], number: int) -> Collectives:
+        """Collectives over some ranks, in this order, which all of them make, and they alone.
+
+        Returns once all are there. number: tells groups apart that are made at the same time.
+        """
+        ...
+
     def free(self) -> None:
         """Release a duplicated set, on which no operation is in flight."""
         ...

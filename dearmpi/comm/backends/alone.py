@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from dearmpi.comm.api.collectives import Buffer, Completed, ReduceOp, Request
@@ -55,6 +56,9 @@ class AloneCollectives:
 
     def start_duplicate(self) -> tuple[AloneCollectives, Request]:
         return AloneCollectives(), Completed()
+
+    def make_group(self, ranks: Sequence[int], number: int) -> AloneCollectives:
+        return AloneCollectives()
 
     def free(self) -> None:
         """Nothing to give back."""

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ class MpiCollectives(AlgorithmCollectives):
     """``Collectives`` on one communicator."""
 
     def __init__(
-        self, comm: MPI.Comm, *, rank: int, hosts: tuple[str, ...], scheduler: SendScheduler
+        self, comm: MPI.Intracomm, *, rank: int, hosts: tuple[str, ...], scheduler: SendScheduler
     ) -> None:
         """rank, hosts: in ``comm``; a duplicate that is not complete yet cannot be queried."""
         super().__init__(rank=rank, hosts=hosts, scheduler=scheduler)
@@ -99,6 +100,15 @@ class MpiCollectives(AlgorithmCollectives):
         comm, request = self._comm.Idup()
         twin = MpiCollectives(comm, rank=self.rank, hosts=self.hosts, scheduler=self.scheduler)
         return twin, MpiRequest(request, comm)
+
+    def make_group(self, ranks: Sequence[int], number: int) -> MpiCollectives:
+        members = self._comm.Get_group().Incl(list(ranks))
+        comm = self._comm.Create_group(members, number % _MESSAGE_TAG)
+        members.Free()
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        hosts = tuple(self.hosts[rank] for rank in ranks)
+        # With one scheduler for all, since they share the wire.
+        return MpiCollectives(comm, rank=comm.rank, hosts=hosts, scheduler=self.scheduler)
 
     def free(self) -> None:
         self._comm.Free()
@@ -175,13 +185,22 @@ class MpiCollectives(AlgorithmCollectives):
         return MpiRequest(self._comm.Iallgatherv(MPI.IN_PLACE, spec), buffer)
 
 
-def connect() -> MpiCollectives:
-    """Initialise MPI, asking for MPI_THREAD_MULTIPLE, and duplicate its world communicator.
+def connect(comm: object = None) -> MpiCollectives:
+    """Initialise MPI, asking for MPI_THREAD_MULTIPLE, and duplicate ``comm`` of mpi4py, or its
+    world communicator.
 
-    Waits for all ranks without the interpreter's lock, so that other threads can act.
+    Waits for all ranks without the interpreter's lock, so that other threads can act. Raises
+    ConfigError for a ``comm`` that is none.
     """
     initialize()
-    comm = MPI.COMM_WORLD.Dup()
+    given = MPI.COMM_WORLD if comm is None else comm
+    if not isinstance(given, MPI.Intracomm) or given == MPI.COMM_NULL:
+        raise ConfigError(
+            f"comm is {given!r}; pass a communicator of mpi4py that this rank belongs to, such as "
+            "what MPI.COMM_WORLD.Split() returns",
+            code="wrong-type",
+        )
+    comm = given.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
     return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), scheduler=SendScheduler())
 

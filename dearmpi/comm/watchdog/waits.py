@@ -6,6 +6,7 @@ its main thread is elsewhere, so it prints by itself where that is.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -39,6 +40,8 @@ class Status:
         world. left: its program has ended.
     in_iteration: it has begun a backprop, and no step since.
     exit_status: of a program that has ended, if an exception, such as SystemExit, has ended it.
+    group: the group of ranks whose collective call it waits in; empty: the job. in_groups: how many
+        collective calls it has begun in each group that it is a member of.
     """
 
     backprops: int
@@ -51,6 +54,8 @@ class Status:
     stack: tuple[str, ...]
     in_iteration: bool = False
     exit_status: int = 0
+    group: str = ""
+    in_groups: Mapping[str, int] = field(default_factory=dict)
 
     def describe(self, *, waited: str | None = None) -> str:
         """One line, without the stack. ``waited``: replaces the seconds of the wait."""
@@ -77,7 +82,11 @@ class Status:
         if not self.waiting:
             return False
         if self.in_exchange:
+            if self.group:
+                return other.in_groups.get(self.group, math.inf) < self.in_groups[self.group]
             return other.exchanges < self.exchanges
+        if self.in_groups or other.in_groups:
+            return False  # steps of different groups do not compare
         return (other.backprops, other.steps) < (self.backprops, self.steps)
 
 
@@ -122,6 +131,7 @@ class WatchedWait:
     thread: the thread that waits. what: what it waits for. in_exchange: inside a collective call on
         the world.
     interrupted: the outer wait, where a signal handler or a finalizer waits inside another wait.
+    group: the group whose collective call that is; empty: the job.
     since, looked_at: when it began, and when its thread last checked whether to go on.
     first_request: the number of the first request that was sent for it.
     requested_at: time of the last request. answers: of each rank. answered_at: time of each rank's
@@ -143,6 +153,7 @@ class WatchedWait:
     deferred_to: int = 0
     interrupted: str = ""
     left_at: dict[int, float] = field(default_factory=dict)
+    group: str = ""
 
     @property
     def subject(self) -> str:

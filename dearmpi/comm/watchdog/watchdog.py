@@ -78,6 +78,8 @@ class Watchdog:
         self._backprops = self._steps = self._exchanges = 0
         self._in_iteration = False
         self._in_exchange = self._left = False  # in_exchange: the main thread
+        self._group = ""  # of the exchange
+        self._in_groups: dict[str, int] = {}
         self._exit_status = 0
         # Of all threads; the innermost of one thread comes last.
         self._waits: list[WatchedWait] = []
@@ -104,15 +106,25 @@ class Watchdog:
         self._in_iteration = False
 
     @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """The calling thread, now the main thread, is in a collective call on the world."""
+    def exchange(self, group: str = "") -> Iterator[None]:
+        """The calling thread, now the main thread, is in a collective call on the world, or on a
+        ``group`` of ranks.
+        """
         self._main = threading.get_ident()
-        self._exchanges += 1
-        before, self._in_exchange = self._in_exchange, True
+        if group:
+            self._in_groups = {**self._in_groups, group: self._in_groups[group] + 1}
+        else:
+            self._exchanges += 1
+        before = self._in_exchange, self._group
+        self._in_exchange, self._group = True, group
         try:
             yield
         finally:
-            self._in_exchange = before
+            self._in_exchange, self._group = before
+
+    def add_group(self, group: str) -> None:
+        """This rank is a member of ``group``, whose calls are counted from now on."""
+        self._in_groups = {**self._in_groups, group: 0}
 
     def leave(self, exit_status: int = 0) -> None:
         """The program has ended with ``exit_status``: this rank joins no further operation."""
@@ -131,6 +143,7 @@ class Watchdog:
             looked_at=now,
             first_request=self._num_requests + 1,
             interrupted="" if outer is None else outer.what,
+            group=self._group if in_exchange else "",
         )
         if in_exchange:  # a signal handler's wait inside this one is outside of the exchange
             self._in_exchange = False
@@ -270,6 +283,8 @@ class Watchdog:
             backprops=self._backprops,
             stack=stack,
             in_iteration=self._in_iteration,
+            group=wait.group if wait is not None else "",
+            in_groups=self._in_groups,
             exit_status=self._exit_status,
         )
 
