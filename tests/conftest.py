@@ -188,7 +188,14 @@ def _is_for_here(item: pytest.Item) -> bool:
         admitted = Admitted(marker.args, **marker.kwargs)
     name = getattr(item, "originalname", None) or item.name
     test = f"{item.path.relative_to(_MPI_TESTS)}::{name}"
-    return is_chosen(_choice(item.config), test, admitted, size=launched_size())
+    case = getattr(item, "callspec", None)
+    return is_chosen(
+        _choice(item.config),
+        test,
+        admitted,
+        size=launched_size(),
+        gathers_gradients=case is not None and case.params.get("gather") == "gradients",
+    )
 
 
 def _choice(config: pytest.Config) -> str | None:

@@ -18,8 +18,8 @@ SIZES = (1, 2, 3, 4, 5)
 HOME = 2
 EVERY_TEST = "slow or not slow"  # the expression of `bin/test --all`
 
-# Files below tests/mpi whose tests run on three ranks as well, but for those that compile: that
-# takes long, and what is compiled is the same on any number of ranks.
+# Files below tests/mpi whose tests run on three ranks as well, where parameters are gathered; not
+# those that compile: that takes long, and what is compiled is the same on any number of ranks.
 UNEVEN = ("test_semantics_*.py", "collectives/*.py")
 COMPILING = ("test_semantics_compiled*.py",)
 
@@ -42,9 +42,9 @@ COVERING = (
     "test_staging.py::*",
 )
 
-# Of these, four ranks run what is of rings and shares: the rest is as on three and on five.
-EVEN = 4
-ON_EVEN = ("test_oracle.py::*", "collectives/*", "session/test_training.py::test_any_number_*")
+# Of these, four and five ranks run what is of rings and shares: the rest is as on three.
+MANY = 4
+ON_MANY = ("test_oracle.py::*", "collectives/*", "session/test_training.py::test_any_number_*")
 
 # How a job ends is the library's work too; what a run writes is not, and MPICH's jobs show that.
 SECOND_MPI_JOBS = (
@@ -99,8 +99,18 @@ class Admitted:
         return HOME if HOME in sizes or not sizes else sizes[0]
 
 
-def is_chosen(choice: str | None, test: str, admitted: Admitted, *, size: int) -> bool:
-    """Whether ``choice`` has ``test``, such as ``test_a.py::test_b``, on ``size`` ranks."""
+def is_chosen(
+    choice: str | None,
+    test: str,
+    admitted: Admitted,
+    *,
+    size: int,
+    gathers_gradients: bool = False,
+) -> bool:
+    """Whether ``choice`` has ``test``, such as ``test_a.py::test_b``, on ``size`` ranks.
+
+    gathers_gradients: whether it is the case of a test in which every rank updates all parameters.
+    """
     if size not in admitted:
         return False
     match choice:
@@ -115,7 +125,8 @@ def is_chosen(choice: str | None, test: str, admitted: Admitted, *, size: int) -
         case "torch":
             return not admitted.is_for_one and _is_in(COVERING + TORCH, test)
         case "fast":
-            return not admitted.is_for_one and _is_fast(test, admitted, size)
+            is_uneven = size == 3 and not gathers_gradients  # shards are of parameters
+            return not admitted.is_for_one and _is_fast(test, admitted, size, is_uneven)
         case _:
             return not admitted.is_for_one
 
@@ -142,13 +153,13 @@ def _read_marker(arguments: str) -> Admitted:
     return Admitted(counts, **named)
 
 
-def _is_fast(test: str, admitted: Admitted, size: int) -> bool:
+def _is_fast(test: str, admitted: Admitted, size: int, is_uneven: bool) -> bool:
     if size == admitted.home:
         return True
-    if _is_in(COVERING, test) and (size != EVEN or _is_in(ON_EVEN, test)):
+    if _is_in(COVERING, test) and (size < MANY or _is_in(ON_MANY, test)):
         return True
     file = test.partition("::")[0]
-    return size == 3 and _is_in(UNEVEN, file) and not _is_in(COMPILING, file)
+    return is_uneven and _is_in(UNEVEN, file) and not _is_in(COMPILING, file)
 
 
 def _is_in(patterns: tuple[str, ...], name: str) -> bool:

@@ -38,7 +38,9 @@ def test_a_test_without_a_marker_runs_on_two_ranks_and_uneven_shares_on_three() 
     assert sizes("fast", OTHER) == [2]
     assert sizes("fast", FAST) == [2, 3]
     assert sizes("fast", "test_semantics_compiled.py::test_a") == [2]
-    assert sizes("fast", COVERED) == [1, 2, 3, 5]
+    assert sizes("fast", COVERED) == [1, 2, 3]
+    assert not is_chosen("fast", FAST, Admitted(), size=3, gathers_gradients=True)
+    assert is_chosen("fast", FAST, Admitted(), size=2, gathers_gradients=True)
     assert sizes("fast", COVERING[0]) == [1, 2, 3, 4, 5]
     assert sizes("ranks", OTHER) == sizes(None, OTHER) == [1, 2, 3, 4, 5]
 
@@ -104,7 +106,7 @@ def test_files_without_a_chosen_test_are_not_imported() -> None:
     assert not may_choose("fast", "test_a.py", "", size=4)
     assert may_choose("fast", "test_a.py", "@pytest.mark.ranks(at_least=4)", size=4)
     assert may_choose("fast", "test_oracle.py", "", size=4)
-    assert may_choose("fast", "test_join.py", "", size=5)
+    assert may_choose("fast", "test_join.py", "", size=3)
     assert may_choose("jobs", "test_a.py", jobs, size=1)
     assert not may_choose("jobs", "test_a.py", "", size=1)
     assert may_choose("second-jobs", "test_run.py", text, size=1)
