@@ -12,7 +12,7 @@ import pytest
 
 import dearmpi
 from docs import generate
-from docs.pictures import draw_gain, draw_schedules, draw_timelines
+from docs.pictures import draw_gain, draw_plan, draw_schedules, draw_timelines
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_WORDS = 22_000  # of all pages and README, without the pages that are generated
@@ -24,8 +24,7 @@ def test_the_plan_that_planning_draws_is_what_its_lines_print(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = (ROOT / "docs" / "explanation" / "planning.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(code, "planning.md", "exec"), {})
+    draw_plan.main()
     picture = capsys.readouterr().out.rstrip()
     assert picture.startswith("compute ") and picture in text
 

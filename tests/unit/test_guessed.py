@@ -124,7 +124,7 @@ def test_a_guessed_attribute_of_the_optimizer() -> None:
         ("allgather", r"call world.all_gather_object\(x\)"),
         ("Barrier", r"call world.barrier\(\)"),
         ("is_main_process", "it is world.is_root"),
-        ("Split", "there are no groups of ranks"),
+        ("Split", r"world.split\(color\)"),
         ("cross_size", "follows from world.hosts"),
         ("is_local_main_process", "it is world.local_rank == 0"),
         ("local_world_size", "world.hosts.count"),
@@ -151,7 +151,7 @@ def test_a_guessed_attribute_of_the_world(name: str, told: str) -> None:
         ("compression", 'comm_dtype="bf16", or "fp16", sends half the bytes'),
         ("zero_quantized_weights", 'compress="int8"'),
         ("backward_passes_per_step", r"with optimizer.no_sync\(\): around"),
-        ("process_group", "it trains on all ranks"),
+        ("process_group", "it is world= here"),
         ("device_ids", "move the model to its device"),
         ("find_unused_parameters", "unused parameters"),
         ("gradient_as_bucket_view", "leave it out"),
@@ -199,7 +199,7 @@ def test_arguments_of_the_worlds_calls_are_answered() -> None:
     world = world_of_one()
     calls: tuple[tuple[Any, dict[str, Any], str], ...] = (
         (world.all_reduce, {"average": True}, r"call world.mean\(x\)"),
-        (world.mean, {"group": None}, "there are no groups of ranks"),
+        (world.mean, {"group": None}, "groups of ranks are worlds"),
         (world.broadcast_object, {"root_rank": 0}, "it is root= in world.broadcast"),
         (world.broadcast, {"src": 0}, "it is root= in world.broadcast"),
         (world.all_gather_object, {"obj": 1}, "give what is exchanged as the first"),

@@ -252,7 +252,7 @@ def replace_mpi(
     monkeypatch: pytest.MonkeyPatch, collectives: Collectives, *, serves_any_thread: bool = True
 ) -> None:
     mpi = SimpleNamespace(
-        connect=lambda: collectives,
+        connect=lambda comm: collectives,
         supports_threads=lambda: serves_any_thread,
         serves_any_thread=lambda: serves_any_thread,
     )
