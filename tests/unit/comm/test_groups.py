@@ -39,7 +39,8 @@ def test_a_group_has_ranks_hosts_and_calls_of_its_own() -> None:
 
 def test_colors_split_the_ranks_and_none_belongs_to_no_group() -> None:
     def body(world: World) -> Any:
-        group = world.split({0: "a", 1: 7, 2: "a", 3: None, 4: 7}[world.rank])
+        colors: list[int | str | None] = ["a", 7, "a", None, 7]
+        group = world.split(colors[world.rank])
         return group and (group.job_ranks, group.mean(float(world.rank)))
 
     assert run_ranks(5, body) == [
@@ -83,7 +84,7 @@ def test_two_optimizers_train_on_two_groups_at_once() -> None:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             gradient = 1.0 + world.rank
-            sum((model.weight * gradient).sum() for model in models).backward()
+            torch.stack([(model.weight * gradient).sum() for model in models]).sum().backward()
             for optimizer in optimizers:
                 optimizer.step()
         for model, optimizer in zip(models, optimizers, strict=True):
