@@ -92,19 +92,23 @@ def test_compressed_deltas_leave_equal_anchors_near_the_exact_one(compress: str)
     assert 0 < off < 0.5 * moved
 
 
-@pytest.mark.parametrize("stop", [8, 12, 13, 20])
-def test_a_resumed_run_goes_on_bit_for_bit(stop: int) -> None:
+@pytest.mark.usefixtures("_small_buckets_count")
+@pytest.mark.parametrize(
+    ("stop", "compress"),
+    [(8, "none"), (12, "none"), (13, "none"), (20, "none"), (10, "int8"), (13, "int4")],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(stop: int, compress: str) -> None:
     def train(world: World) -> None:
-        whole, parted = build_model("dense"), build_model("dense")
-        optimizer = STREAMING.optimizer(whole, world)
+        whole, parted = build_model("single"), build_model("single")
+        optimizer = STREAMING.optimizer(whole, world, compress=compress)
         steps_of(whole, optimizer, range(30))
         optimizer.close()
-        first = STREAMING.optimizer(parted, world)
+        first = STREAMING.optimizer(parted, world, compress=compress)
         steps_of(parted, first, range(stop))
         state = copy.deepcopy(first.state_dict())
         first.close()
-        resumed = build_model("dense")
-        second = STREAMING.optimizer(resumed, world)
+        resumed = build_model("single")
+        second = STREAMING.optimizer(resumed, world, compress=compress)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             second.load_state_dict(state)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dearmpi import LocalOptimizer, Run
 from dearmpi.comm.world import World
+from dearmpi.engine.bucket import bucket
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.settings.settings import RunSettings
@@ -51,15 +52,23 @@ def run(
 _building = threading.Lock()
 
 
-@pytest.mark.parametrize("stop", [4, 5, 6, 7, 9])
-@pytest.mark.parametrize("after", [0, 5])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, stop: int, after: int) -> None:
-    whole = run_ranks(2, lambda world: run(world, tmp_path / "a", 15, sync_after=after))
-    run_ranks(2, lambda world: run(world, tmp_path / "b", stop, sync_after=after))
+@pytest.mark.parametrize(
+    ("stop", "more"),
+    [
+        *((stop, {}) for stop in (4, 6, 7, 9)),
+        *((stop, {"sync_after": 5}) for stop in (4, 5, 7)),
+        (7, {"compress": "int8"}),
+        (10, {"compress": "int4"}),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(
+    tmp_path: Path, stop: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "_LEAST_COMPRESSED", 1)
+    whole = run_ranks(2, lambda world: run(world, tmp_path / "a", 15, **more))
+    run_ranks(2, lambda world: run(world, tmp_path / "b", stop, **more))
     (newest,) = (tmp_path / "b" / "checkpoints").glob(f"*{stop}")
-    resumed = run_ranks(
-        2, lambda world: run(world, tmp_path / "b", 15, resume=newest, sync_after=after)
-    )
+    resumed = run_ranks(2, lambda world: run(world, tmp_path / "b", 15, resume=newest, **more))
     for (expected, _), (found, _) in zip(whole, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert [row.eval_loss for row in resumed[0][1].rows][-1] == whole[0][1].rows[-1].eval_loss
