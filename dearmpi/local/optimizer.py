@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
-from dearmpi.config import Compress, EngineConfig
+from dearmpi.config import MIB, Compress, EngineConfig
 from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.readings import Readings
@@ -109,6 +109,7 @@ class LocalOptimizer(Readings):
         self._compare(given)
         names = optimized_parameters(inner, model)
         self._trained = {name: param for param, name in names.items() if _is_number(param)}
+        config = _with_buckets(config, fragments, self._trained.values(), self.world.size)
         broadcast_buffers(model, self.world)
         broadcast_parameters(model, self.world)
         self._anchor = Anchor(
@@ -526,6 +527,22 @@ def _choose_config(
         plain = config == EngineConfig(bucket_cap_mb=config.bucket_cap_mb)
         compress = "int4" if on_host and plain else config.compress
     return replace(config, compress=compress)
+
+
+def _with_buckets(
+    config: EngineConfig,
+    fragments: int | None,
+    params: Iterable[nn.Parameter],
+    world_size: int,
+) -> EngineConfig:
+    """With a smaller bucket cap, if none is given and ``fragments`` need more buckets."""
+    if fragments is None or config.bucket_cap_mb is not None:
+        return config
+    nbytes = sum(param.numel() * max(4, param.itemsize) for param in params)
+    least = nbytes // (2 * fragments)  # a bucket exceeds the cap at times
+    if config.cap_bytes(nbytes, world_size=world_size) <= least:
+        return config
+    return replace(config, bucket_cap_mb=max(1, least) / MIB)
 
 
 def _dense_phase(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -430,3 +431,35 @@ def test_a_state_is_loaded_with_another_dense_phase(before: int, after: int) -> 
         second.close()
 
     run_ranks(2, train)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "progress"),
+    [
+        ("dense", {}, "poll"),
+        ("mixed", {}, "thread"),
+        ("image", {"reduce_scatter": "exchange", "bucket_cap_mb": None}, "thread"),
+        ("dense", {"gather": "gradients"}, "thread"),
+        ("dense", {"schedule": "serial"}, "thread"),
+        ("dense", {"schedule": "wfbp", "window": 1}, "thread"),
+        ("dense", {"check_every": 1}, "thread"),
+    ],
+)
+def test_exchanges_obey_the_settings_of_the_engine(
+    model: str, config: dict[str, Any], progress: Any
+) -> None:
+    case = replace(STREAMING, model=model)
+
+    def train(world: World) -> tuple[dict[str, Any], tuple[tuple[str, ...], ...]]:
+        built = build_model(model)
+        optimizer = case.optimizer(built, world, config=replace(SMALL, **config))
+        steps_of(built, optimizer, range(24))
+        found = copies(built)
+        optimizer.close()
+        return found, optimizer.fragments
+
+    results = run_ranks(2, train, progress=progress)
+    ranks, _ = simulate(case, results[0][1], size=2, num_steps=24)
+    for (found, _), expected in zip(results, ranks, strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
