@@ -462,6 +462,9 @@ no-usable-device
 precision-unsupported
     The device cannot compute in the precision of the run.
     Choose another precision or device.
+length-unknown
+    The training data is a stream, and a setting needs its length.
+    Give the steps that the message names.
 main-thread-only
     Signals can be handled in the main thread only.
     Enter `StopRequest` in the main thread.

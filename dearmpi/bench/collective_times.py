@@ -258,8 +258,10 @@ def measure_layers(
 def _full_step(job: Job, number: int) -> int:
     """Which step of the run is the ``number``th whose batch is whole: others may leave ranks idle.
 
-    Where the data are fewer than a batch, every step is alike.
+    Where the data are fewer than a batch, every step is alike, and a stream may end anywhere.
     """
+    if job.batches.num_samples is None:
+        return number
     per_epoch = max(1, job.batches.num_samples // job.batches.batch_size)
     epoch, step = divmod(number, per_epoch)
     return epoch * job.batches.steps_per_epoch + step

@@ -147,6 +147,8 @@ def _describe_device(job: Job, device: DeviceChoice) -> str:
 
 def _describe_length(job: Job) -> str:
     batch_size, num_samples = job.settings.batch_size, job.batches.num_samples
+    if num_samples is None:
+        return f"length: {job.total_steps} steps of {batch_size} samples of a stream, in its order"
     samples = f"{batch_size} samples"
     if batch_size > num_samples:
         samples = f"{num_samples} samples, all that there are, for a batch size of {batch_size}"

@@ -7,7 +7,7 @@ ranks. The position is all the state there is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,40 @@ class EpochOrder:
         return tuple(self._order[begin:end].tolist())
 
 
+def check_shares(batch_size: int, world_size: int, rank: int, micro_batches: int) -> None:
+    """Raise ConfigError for sizes below 1, a ``rank`` that does not exist, and a full batch that
+    would leave some micro-batch of some rank empty.
+    """
+    sizes = {"batch_size": batch_size, "world_size": world_size, "micro_batches": micro_batches}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"{name} is {size}; it must be at least 1", code="out-of-range")
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank is {rank}; with world size {world_size} it must be 0 to {world_size - 1}",
+            code="out-of-range",
+        )
+    least = world_size * micro_batches
+    if batch_size < least:
+        raise ConfigError(
+            f"batch_size is {batch_size} samples per step over all ranks, but "
+            f"{world_size} ranks x {micro_batches} micro-batches need at least "
+            f"{least}; raise it, or use fewer ranks or micro-batches",
+            code="batch-too-small",
+        )
+
+
+def divide(
+    mine: Sequence[int], *, count: int, world_size: int, micro_batches: int
+) -> tuple[MicroBatch, ...]:
+    """A rank's samples ``mine``, of the ``count`` of a step, as ``micro_batches`` micro-batches."""
+    pieces = (cut(len(mine), micro_batches, i) for i in range(micro_batches))
+    return tuple(
+        MicroBatch(indices=tuple(mine[a:b]), weight=(b - a) * world_size / max(1, count))
+        for a, b in pieces
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Batches:
     """The share of one rank in every step of every epoch.
@@ -92,17 +126,7 @@ class Batches:
     _order: EpochOrder = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "world_size", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)}; it must be at least 1", code="out-of-range"
-                )
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(
-                f"rank is {self.rank}; with world size {self.world_size} it must be "
-                f"0 to {self.world_size - 1}",
-                code="out-of-range",
-            )
+        check_shares(self.batch_size, self.world_size, self.rank, self.micro_batches)
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more", code="out-of-range")
         if self.num_samples < self.world_size:
@@ -111,14 +135,6 @@ class Batches:
                 f"use at most {self.num_samples} ranks, or more data",
                 code="data-insufficient",
             )
-        least = self.world_size * self.micro_batches
-        if self.batch_size < least:
-            raise ConfigError(
-                f"batch_size is {self.batch_size} samples per step over all ranks, but "
-                f"{self.world_size} ranks x {self.micro_batches} micro-batches need at least "
-                f"{least}; raise it, or use fewer ranks or micro-batches",
-                code="batch-too-small",
-            )
         order = EpochOrder(self.num_samples, self.seed, self.shuffle)
         object.__setattr__(self, "_order", order)
 
@@ -126,6 +142,15 @@ class Batches:
     def steps_per_epoch(self) -> int:
         """Optimizer steps per epoch, the last partial one included."""
         return -(-self.num_samples // self.batch_size)
+
+    def position(self, step: int) -> tuple[int, int]:
+        """Epoch and step within it of step number ``step``, from 0."""
+        return divmod(step, self.steps_per_epoch)
+
+    def samples_of(self, step: int) -> int:
+        """Samples of step number ``step``, over all ranks."""
+        begin = self.position(step)[1] * self.batch_size
+        return min(self.batch_size, self.num_samples - begin)
 
     def last_passes(self) -> list[int]:
         """Micro-batches that are not empty in the last step of an epoch, by rank."""
@@ -148,10 +173,8 @@ class Batches:
         count = min(self.batch_size, self.num_samples - begin)
         first, last = cut(count, self.world_size, self.rank)
         mine = self._order.samples(epoch, begin + first, begin + last)
-        pieces = (cut(len(mine), self.micro_batches, i) for i in range(self.micro_batches))
-        return tuple(
-            MicroBatch(indices=mine[a:b], weight=(b - a) * self.world_size / count)
-            for a, b in pieces
+        return divide(
+            mine, count=count, world_size=self.world_size, micro_batches=self.micro_batches
         )
 
 

@@ -37,11 +37,14 @@ class BatchRequest:
 
     seed: of the random numbers that a worker process draws for it, so that they depend neither on
     the number of workers nor on a restart.
+    stream: of a stream, epoch, step in it and number of the micro-batch, instead of the indices;
+    what is loaded is a StreamBatch.
     """
 
     indices: tuple[int, ...]
     held_out: bool = False
     seed: tuple[int, ...] = (0,)
+    stream: tuple[int, int, int] | None = None
 
 
 class BatchLoader(Protocol):
@@ -161,7 +164,9 @@ def open_loader(task: Task, *, name: str, num_workers: int) -> BatchLoader:
 
 
 def _load(task: Task, wanted: BatchRequest) -> Any:
-    data = task.eval_data if wanted.held_out else task.train_data
+    data: Any = task.eval_data if wanted.held_out else task.train_data
+    if wanted.stream is not None:
+        return data.load(task, *wanted.stream)
     assert data is not None
     return load_batch(task, data, wanted.indices)
 

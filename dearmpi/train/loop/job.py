@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from dearmpi.train.checkpoint import check_model, optimizer_state_dict, paramete
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
 from dearmpi.train.data.loading import BatchLoader, open_loader
+from dearmpi.train.data.streaming import Stream, StreamBatches
 from dearmpi.train.loop.averaging import Average
 from dearmpi.train.loop.blocks import prepare_blocks
 from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
@@ -36,7 +37,7 @@ from dearmpi.train.run.resuming import continue_random_state, split_tensors
 from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.own_callbacks import find_callbacks
-from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task import Task, count_samples
 
 LEAST_STEPS_TO_PLAN = 2 * MOST_STEPS  # so that the plan is followed for half of them at least
 
@@ -51,6 +52,7 @@ class Job:
     loading: loads samples. evaluator: None where the task has no held-out data.
     best: the lowest held-out loss so far. average: of the parameters, where one is kept.
     scaler: of the loss, with fp16. callbacks: the task's and the user's own.
+    stream: the training data, where they have no length.
     """
 
     world: World
@@ -60,7 +62,7 @@ class Job:
     optimizer: DistributedOptimizer | LocalOptimizer
     base_lrs: tuple[float, ...]
     curve: LrCurve
-    batches: Batches
+    batches: Batches | StreamBatches
     start_step: int
     total_steps: int
     loading: BatchLoader
@@ -69,6 +71,7 @@ class Job:
     average: Average | None = None
     scaler: GradScaler | None = None
     callbacks: tuple[object, ...] = ()
+    stream: Stream | None = None
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -95,6 +98,7 @@ class Job:
             "world_size": self.world.size,
             "lr_factor": self.curve.factor(step),
             "config": self.settings.as_plain(),
+            **({} if self.stream is None else {"stream": self.stream.state(epoch, step_in_epoch)}),
             **({} if self.scaler is None else {"scaler": self.scaler.state_dict()}),
             **({"best": self.best.state()} if self.best.is_watched else {}),
             **({"local": self.local.progress()} if self.local is not None else {}),
@@ -117,17 +121,25 @@ class Job:
 
     def position(self, step: int) -> tuple[int, int]:
         """Epoch and step within it of step number ``step``, from 0."""
-        return divmod(step, self.batches.steps_per_epoch)
+        return self.batches.position(step)
 
     def units(self, num_samples: float) -> float:
         """What throughput counts, for that many samples."""
         return num_samples * self.task.units_per_sample
 
 
-def share_samples(settings: RunSettings, task: Task, world: World) -> Batches:
-    """How the ranks share the samples. Raises ConfigError or DataError for too few of them."""
+def share_samples(settings: RunSettings, task: Task, world: World) -> Batches | StreamBatches:
+    """How the ranks share the samples. Raises ConfigError or DataError for too few of them, and
+    for what a run over a stream cannot have.
+    """
+    num_samples = count_samples(task.train_data)
+    if num_samples is None:
+        _check_stream(settings, task)
+        return StreamBatches(
+            settings.batch_size, world.size, world.rank, settings.gradient_accumulation_steps
+        )
     return Batches(
-        len(task.train_data),
+        num_samples,
         settings.batch_size,
         world.size,
         world.rank,
@@ -153,7 +165,13 @@ def prepare(
     with together(world):
         batches = share_samples(settings, task, world)
         total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
-        _check_passes(batches, task, total_steps)
+        stream: Stream | None = None
+        if isinstance(batches, Batches):
+            _check_passes(batches, task, total_steps)
+        else:
+            stream = Stream(task.train_data, batches)
+            _resume_stream(stream, batches, snapshot)
+            task = replace(task, train_data=cast("Any", stream))
         average = _fill_model(task, settings, snapshot)
         prepare_blocks(task.model, settings)
         scaler = _scaler(device_of_model(task.model), settings, snapshot)
@@ -190,7 +208,37 @@ def prepare(
         average=average,
         scaler=scaler,
         callbacks=callbacks,
+        stream=stream,
     )
+
+
+def _check_stream(settings: RunSettings, task: Task) -> None:
+    """Raise ConfigError for settings and layers that need to know how long an epoch is."""
+    what = f"the training data of task {task.name} ({type(task.train_data).__name__})"
+    if settings.max_steps is None:
+        raise ConfigError(f"{what} has no length; give --max-steps", code="length-unknown")
+    if settings.warmup_epochs is not None:
+        raise ConfigError(
+            f"warmup_epochs is {settings.warmup_epochs:g}, but {what} has no length; give "
+            "--warmup-steps",
+            code="length-unknown",
+        )
+    if any(isinstance(module, SyncBatchNorm) for module in task.model.modules()):
+        raise ConfigError(
+            f"SyncBatchNorm needs samples on all ranks in each step, but {what} has no length and "
+            "may end anywhere; use data with a length, or ordinary batch normalisation",
+            code="batches-uneven",
+        )
+
+
+def _resume_stream(stream: Stream, batches: StreamBatches, snapshot: Snapshot | None) -> None:
+    """Go on after the samples of the run that wrote ``snapshot``."""
+    if snapshot is None:
+        return
+    epoch, step = snapshot.meta["epoch"], snapshot.meta["step_in_epoch"]
+    batches.epoch, batches.first_step = epoch, snapshot.step - step
+    if snapshot.meta["stream"] is not None:
+        stream.resume(epoch, step, snapshot.meta["stream"])
 
 
 def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
@@ -238,11 +286,11 @@ def _scaler(
 
 def check_position(snapshot: Snapshot, task: Task) -> None:
     """Raise CheckpointError if number or digest of the samples differ from the snapshot's."""
-    stored = snapshot.meta.get("num_samples")
-    if stored != len(task.train_data):
+    stored, found = snapshot.meta.get("num_samples"), count_samples(task.train_data)
+    if stored != found:
         raise CheckpointError(
             f"the checkpoint of step {snapshot.step} was written with {stored} training samples, "
-            f"this run has {len(task.train_data)}; give the same data, or start a new run",
+            f"this run has {found}; give the same data, or start a new run",
             code="checkpoint-of-other-data",
         )
     digest = snapshot.meta.get("data_digest", "")
@@ -388,7 +436,7 @@ def _optimizer_state(
 
 
 def _evaluator(
-    settings: RunSettings, task: Task, batches: Batches, loading: BatchLoader
+    settings: RunSettings, task: Task, batches: Batches | StreamBatches, loading: BatchLoader
 ) -> Evaluator | None:
     if task.eval_data is None:
         return None

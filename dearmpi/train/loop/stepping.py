@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dearmpi.engine.scaling import GradScaler
-from dearmpi.errors import NonFiniteLossError, TaskError
+from dearmpi.errors import DataError, NonFiniteLossError, TaskError
 from dearmpi.span import Track
 from dearmpi.train.data.data import MicroBatch
 from dearmpi.train.data.loading import BatchRequest
+from dearmpi.train.data.streaming import StreamBatch, StreamBatches
 from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.device import computing, convert_batch, send_batch
 
@@ -51,7 +52,7 @@ def take_step(job: Job, step: int) -> StepResult:
 def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
     lr = set_lr(job, step)
     job.optimizer.zero_grad()
-    *early, last = job.batches.step(*job.position(step))
+    *early, last = loader.shares()
     skips = job.settings.on_nan == "skip"
     buffers = _copy_buffers(job.task.model) if skips else {}
     losses = _Losses()
@@ -77,11 +78,26 @@ def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
 
 def coming_batches(job: Job) -> Iterator[BatchRequest]:
     """All batches of this rank, in order, from the run's first step to its end."""
+    if isinstance(job.batches, StreamBatches):
+        yield from _coming_of_stream(job, job.start_step)
+        return
     batches = replace(job.batches)  # which may keep the order of another epoch
     for step in range(job.start_step, job.total_steps):
         shares = (share for share in batches.step(*job.position(step)) if share.indices)
         for number, share in enumerate(shares):
             yield _wanted(job, share, step, number)
+
+
+def _coming_of_stream(job: Job, step: int) -> Iterator[BatchRequest]:
+    """The same from ``step`` on, as if this pass went on to the run's end."""
+    epoch, index = job.position(step)
+    for ahead in range(job.total_steps - step):
+        for number in range(job.batches.micro_batches):
+            yield _wanted_of_stream(job, (epoch, index + ahead, number))
+
+
+def _wanted_of_stream(job: Job, stream: tuple[int, int, int]) -> BatchRequest:
+    return BatchRequest((), seed=(job.settings.seed, job.world.rank, *stream), stream=stream)
 
 
 def _wanted(job: Job, share: MicroBatch, step: int, number: int) -> BatchRequest:
@@ -108,14 +124,52 @@ class _BatchLoader:
     step: int
     seconds: float = 0.0
     _number: int = 0
+    _streamed: list[Any] = field(default_factory=list)
+
+    def shares(self) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of the step; those of a stream are loaded to know."""
+        job, begin_s = self.job, time.perf_counter()
+        if not isinstance(job.batches, StreamBatches):
+            return job.batches.step(*job.position(self.step))
+        batches = job.batches
+        with job.optimizer.spans.span(Track.DATA, "data"):
+            if not self._load_stream(batches):
+                self._begin_pass(batches, self.step)
+                self._load_stream(batches)
+        if not batches.count:
+            raise DataError(
+                f"task {job.task.name}: the training data has no samples in epoch {batches.epoch}, "
+                f"with which step {self.step + 1} of {job.total_steps} would begin; give fewer "
+                "--max-steps, or data that can be read again",
+                code="data-insufficient",
+            )
+        if batches.count < batches.batch_size:
+            self._begin_pass(batches, self.step + 1)
+        self.seconds += time.perf_counter() - begin_s
+        return batches.shares(batches.count)
+
+    def _load_stream(self, batches: StreamBatches) -> int:
+        """Load the step's micro-batches; how many samples it has over all ranks."""
+        position = self.job.position(self.step)
+        for number in range(batches.micro_batches):
+            wanted = _wanted_of_stream(self.job, (*position, number))
+            loaded: StreamBatch = self.job.loading.load(wanted)
+            batches.count = loaded.count
+            if loaded.batch is not None:
+                self._streamed.append(loaded.batch)
+        return batches.count
+
+    def _begin_pass(self, batches: StreamBatches, step: int) -> None:
+        batches.begin_pass(step)
+        self.job.loading.expect(_coming_of_stream(self.job, step))
 
     def load(self, share: MicroBatch) -> Any:
         """The samples of ``share``, where they are to be computed with."""
         job, begin_s = self.job, time.perf_counter()
         wanted = _wanted(job, share, self.step, self._number)
-        self._number += 1
+        number, self._number = self._number, self._number + 1
         with job.optimizer.spans.span(Track.DATA, "data"):
-            batch = job.loading.load(wanted)
+            batch = self._streamed[number] if self._streamed else job.loading.load(wanted)
             batch = send_batch(convert_batch(batch, job.settings.precision), job.device)
         self.seconds += time.perf_counter() - begin_s
         return batch

@@ -153,9 +153,7 @@ class Trainer:
 
     def _samples_of_step(self) -> int:
         """Samples of the step just taken, which is not counted yet, over all ranks."""
-        batches = self._job.batches
-        _, index = self._job.position(self._step)
-        return min(batches.batch_size, batches.num_samples - index * batches.batch_size)
+        return self._job.batches.samples_of(self._step)
 
     def _count_skip(self, result: StepResult) -> None:
         self._skips_in_a_row = self._skips_in_a_row + 1 if result.skipped else 0

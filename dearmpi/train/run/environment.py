@@ -26,7 +26,7 @@ from dearmpi.comm.api.call import name_ranks
 from dearmpi.comm.messages.collective_calls import first_difference
 from dearmpi.errors import MismatchError
 from dearmpi.train.ranks.agreement import TextWorld
-from dearmpi.train.tasks.task import Task
+from dearmpi.train.tasks.task import Task, count_samples
 
 NUM_DIGITS = 12
 LONGEST_VALUE = 60
@@ -103,7 +103,7 @@ def data_fingerprints(task: Task) -> dict[str, str]:
     rank with other data would train on other shares of each step.
     """
     held_out = 0 if task.eval_data is None else len(task.eval_data)
-    samples = f"{len(task.train_data)} and {held_out} held out"
+    samples = f"{count_samples(task.train_data)} and {held_out} held out"
     return {"data samples": samples, "data contents": task.data_digest}
 
 

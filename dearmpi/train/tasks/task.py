@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from types import NoneType, UnionType
@@ -54,7 +54,8 @@ class Task:
 
     name: shown in the log.
     model: built once, on the CPU, in fp32.
-    train_data, eval_data: samples; ``eval_data`` may be None.
+    train_data, eval_data: samples; ``eval_data`` may be None. ``train_data`` may be an iterable
+        without a length, which gives the same samples in the same order on all ranks.
     loss: ``loss(model, batch)`` is the mean loss over the samples of the batch, a scalar.
     metrics: ``metrics(model, batch)`` gives sums over the batch's samples by name; the trainer
         divides by the number of samples over all ranks. None: only the loss is evaluated.
@@ -75,7 +76,7 @@ class Task:
 
     name: str
     model: nn.Module
-    train_data: Samples
+    train_data: Any  # Samples, or an iterable without a length
     loss: Callable[[nn.Module, Any], Tensor]
     eval_data: Samples | None = None
     metrics: Callable[[nn.Module, Any], Mapping[str, float]] | None = None
@@ -89,6 +90,17 @@ class Task:
     data_digest: str = ""
     defaults: Mapping[str, object] = field(default_factory=dict)
     callbacks: Sequence[object] = ()
+
+
+def count_samples(data: Samples | Iterable[Any]) -> int | None:
+    """How many ``data`` has; None for a stream: no length and index, or an IterableDataset."""
+    kinds = [kind.__name__ for kind in type(data).__mro__]  # torch's has an index that raises
+    if "IterableDataset" in kinds or not (
+        hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    ):
+        return None
+    samples: Any = data
+    return len(samples)
 
 
 def collate(task: Task, samples: list[Any]) -> Any:

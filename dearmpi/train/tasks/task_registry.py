@@ -5,6 +5,7 @@ or ``file.py:function``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ from dearmpi.train.tasks.own_code import (
     stay_importable,
 )
 from dearmpi.train.tasks.synthetic import build_synthetic
-from dearmpi.train.tasks.task import SYNTHETIC, Task, check_task_name
+from dearmpi.train.tasks.task import SYNTHETIC, Task, check_task_name, count_samples
 
 _BUILDERS: Mapping[str, Callable[[Mapping[str, str]], Task]] = {
     "bytes-lm": build_bytes_lm,
@@ -83,13 +84,15 @@ def _check(task: Task, name: str) -> None:
             f"task {name}: units_per_sample is {task.units_per_sample}; it must be at least 1",
             code="task-invalid",
         )
-    _check_length(task.train_data, f"task {name}: its training data")
+    data = task.train_data
+    if not hasattr(data, "__iter__") or count_samples(data) is not None:
+        _check_length(data, f"task {name}: its training data")
     if task.eval_data is not None:
         _check_length(task.eval_data, f"task {name}: its evaluation data")
 
 
-def _check_length(data: object, what: str) -> None:
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+def _check_length(data: Any, what: str) -> None:
+    if count_samples(data) is None:
         raise TaskError(
             f"{what} ({type(data).__name__}) has no length and index; give a "
             "sequence or a map-style torch.utils.data.Dataset",

@@ -37,6 +37,24 @@ class Points:
         return self.inputs[index], self.inputs[index].sum().sin().reshape(1)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    # In order, with a state of its own if asked; each pass begins elsewhere.
+
+    def __init__(self, count, skips):
+        self.points, self.first, self.next = Points(count), 0, 0
+        if skips:
+            self.state_dict = lambda: {{"next": self.next}}
+            self.load_state_dict = lambda state: setattr(self, "next", state["next"])
+
+    def set_epoch(self, epoch):
+        self.first, self.next = epoch, 0
+
+    def __iter__(self):
+        while self.next < len(self.points):
+            self.next += 1
+            yield self.points[(self.first + self.next - 1) % len(self.points)]
+
+
 def make_model(dropout):
     return nn.Sequential(
         nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 8), nn.Tanh(),
@@ -91,11 +109,12 @@ def make(options):
                 signal.raise_signal(signal.SIGTERM)
         return value
 
+    data = options.get("data", "points")
     kind = Blocks if options.get("model") == "blocks" else make_model
     return Task(
         "points",
         kind(float(options.get("dropout", "0"))),
-        Points({NUM_SAMPLES}),
+        Points({NUM_SAMPLES}) if data == "points" else Stream({NUM_SAMPLES}, data == "skipping"),
         loss,
         eval_data=Points(11),
         metrics=lambda model, batch: {{"ones": float(len(batch[0]))}},

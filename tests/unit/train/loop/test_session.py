@@ -13,7 +13,7 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import FileRecord
-from dearmpi.train.data.data import MicroBatch
+from dearmpi.train.data.data import Batches, MicroBatch
 from dearmpi.train.loop import session
 from dearmpi.train.loop.session import open_session
 from dearmpi.train.ranks.agreement import AgreedError
@@ -34,6 +34,7 @@ def begin(world: World, **given: object) -> tuple[list[Tensor], tuple[MicroBatch
     source = make_source("flag", {"task": "points", "max_steps": 1, **SGD, **given})
     job = open_session(world, [source]).job
     job.optimizer.close()
+    assert isinstance(job.batches, Batches)
     return parameters(job.task.model), job.batches.step(0, 0)
 
 

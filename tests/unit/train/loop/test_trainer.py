@@ -21,6 +21,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import CheckpointError
 from dearmpi.report.read.pace import find_stragglers
 from dearmpi.train import checkpoint
+from dearmpi.train.data.data import Batches
 from dearmpi.train.loop.job import check_position
 from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.metrics import step_times as tally
@@ -66,6 +67,7 @@ def test_a_run_is_what_a_plain_loop_over_the_same_samples_computes(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     _, notes = train(job, tmp_path)
     data, norms = Points(20), list[float]()
+    assert isinstance(job.batches, Batches)
     for step in range(6):
         indices = [i for share in job.batches.step(*divmod(step, 3)) for i in share.indices]
         optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (step + 1) / 2)
@@ -248,6 +250,7 @@ def test_groups_without_weight_decay_are_trained_as_one_process_trains_them(
         notes = Notes()
         notes.saved = lambda checkpoint: None  # type: ignore[method-assign]
         batches = job.batches
+        assert isinstance(batches, Batches)
         shares = [s.indices for step in range(6) for s in batches.step(*divmod(step, 3))]
         Trainer(job, tmp_path, listener=notes).run()
         return parameters(model), [list(indices) for indices in shares]

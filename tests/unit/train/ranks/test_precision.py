@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
+from dearmpi.train.data.data import Batches
 from dearmpi.train.ranks.device import check_precision, computing, convert_batch, convert_model
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.settings.settings import RunSettings
@@ -109,6 +110,7 @@ def test_a_run_in_fp16_scales_its_loss_and_skips_a_step_that_overflows(
     outcome, _ = train(job, tmp_path)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu")
     num_skipped = 0
+    assert isinstance(job.batches, Batches)
     for step in range(6):
         indices = list(job.batches.step(*job.position(step))[0].indices)
         optimizer.zero_grad()

@@ -94,7 +94,8 @@ class WithComplexBuffer(nn.Linear):
     [
         ({"train_data": []}, DataError, ("data-insufficient", "data is", "0")),
         ({"eval_data": []}, DataError, ("data-insufficient", "data is", "0")),
-        ({"train_data": iter([1])}, TaskError, ("task-invalid",)),
+        ({"train_data": 3}, TaskError, ("task-invalid",)),
+        ({"eval_data": iter([1])}, TaskError, ("task-invalid",)),
         ({"model": loss}, TaskError, ("task-invalid", "model is", "torch.nn.Module")),
         ({"model": nn.ReLU()}, TaskError, ("nothing-to-train",)),
         ({"units_per_sample": 0}, TaskError, ("task-invalid", "units_per_sample is", "0")),
