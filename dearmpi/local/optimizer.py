@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
-from dearmpi.config import MIB, Compress, EngineConfig
+from dearmpi.config import Compress, EngineConfig
 from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.readings import Readings
@@ -23,19 +22,18 @@ from dearmpi.engine.setup.checks import check_arguments, optimized_parameters
 from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.trace.spans import IterationTimes
-from dearmpi.errors import CheckpointError, ConfigError, MismatchError, UsageError
+from dearmpi.errors import CheckpointError, ConfigError, UsageError
 from dearmpi.guessed import LOCAL_SETTINGS, answers_guesses
 from dearmpi.local.anchor import Anchor
-from dearmpi.local.rank_state import (
-    as_outer,
-    has_ranks,
-    mean_entries,
-    outer_entries,
-    own_entries,
-    pieces_of_outer,
-    pieces_of_rank,
+from dearmpi.local.rank_state import as_outer, join_entries, pieces_of_outer, pieces_of_rank
+from dearmpi.local.settings import (
+    check_mix,
+    check_numbers,
+    choose_config,
+    compare_ranks,
+    with_buckets,
 )
-from dearmpi.plan.data.local_schedule import LocalSchedule, check_count
+from dearmpi.plan.data.local_schedule import LocalSchedule
 
 LOCAL = "local"  # the key of a state dict beside torch's own two
 _MOST_FRAGMENTS, _MOST_DELAY, _MIX = 8, 5, 0.5
@@ -95,21 +93,21 @@ class LocalOptimizer(Readings):
         Raises ConfigError for what cannot be served, MismatchError where ranks differ.
         """
         check_arguments(inner, model, None)
-        _check_numbers(sync_every, sync_after, outer_lr, outer_momentum)
+        check_numbers(sync_every, sync_after, outer_lr, outer_momentum)
         if fragments is not None or delay is not None:
             LocalSchedule(
                 sync_every, 1 if fragments is None else fragments, 0 if delay is None else delay
             )
-        config = _choose_config(config, compress, inner)
+        config = choose_config(config, compress, inner)
         super().__init__(inner.param_groups, inner.defaults)
         self._optimizer, self._model = inner, model
         self.world = choose_world(world)
         given = f"LocalOptimizer({sync_every=}, {outer_lr=}, {outer_momentum=}, {fragments=}, "
         given += f"{delay=}, {mix=}, compress={config.compress!r}, {sync_after=})"
-        self._compare(given)
+        compare_ranks(self.world, given)
         names = optimized_parameters(inner, model)
         self._trained = {name: param for param, name in names.items() if _is_number(param)}
-        config = _with_buckets(config, fragments, self._trained.values(), self.world.size)
+        config = with_buckets(config, fragments, self._trained.values(), self.world.size)
         broadcast_buffers(model, self.world)
         broadcast_parameters(model, self.world)
         self._anchor = Anchor(
@@ -297,28 +295,18 @@ class LocalOptimizer(Readings):
         Where there were other numbers of ranks, all go on from them, with the mean of the inner
         optimizers' state, and a warning says so.
         """
-        state, groups = state_dict["state"], state_dict["param_groups"]
-        size, rank = int(progress["world_size"]), self.world.rank
-        local = {**progress, "rank": rank, "anchor": _copies(self._anchor.shared)}
-        local["outer"] = self.outer.state_dict()
-        local["parameters"] = dict(local["anchor"])
-        inner = {"state": state, "param_groups": groups}
-        if has_ranks(state):
-            names = {id(param): name for name, param in self._trained.items()}
-            params = [param for group in self._optimizer.param_groups for param in group["params"]]
-            places = {name: place for place, name in enumerate(self._trained)}
-            is_own = size == self.world.size
-            inner["state"], local["outer"]["state"] = {}, {}
-            for index, entries in state.items():
-                name = names[id(params[index])]
-                values, own = own_entries(entries, rank if is_own else 0)
-                found = own if is_own else mean_entries(entries, size)
-                if found:
-                    inner["state"][index] = found
-                if values is not None:
-                    local["parameters"][name] = values
-                if outer := outer_entries(entries):
-                    local["outer"]["state"][places[name]] = outer
+        inner, local = join_entries(
+            state_dict,
+            self._optimizer.param_groups,
+            self._trained,
+            rank=self.world.rank,
+            size=int(progress["world_size"]),
+            is_own=int(progress["world_size"]) == self.world.size,
+        )
+        anchor, outer = _copies(self._anchor.shared), self.outer.state_dict()
+        local |= {**progress, "rank": self.world.rank, "anchor": anchor}
+        local["parameters"] = anchor | local["parameters"]
+        local["outer"] = {**outer, "state": local["outer"]}
         self.load_state_dict({**inner, LOCAL: local})
 
     @untraced
@@ -364,7 +352,7 @@ class LocalOptimizer(Readings):
         if delay is None:
             delay = min(_MOST_DELAY, LocalSchedule.most_delay(sync_every, fragments))
         self.exchanges = LocalSchedule(sync_every, fragments, delay)
-        self.mix = _check_mix((_MIX if delay else 0.0) if mix is None else mix, delay)
+        self.mix = check_mix((_MIX if delay else 0.0) if mix is None else mix, delay)
         self.fragments = self._anchor.fragments(fragments)
 
     def _exchange(self) -> None:
@@ -419,7 +407,8 @@ class LocalOptimizer(Readings):
         local = self._read_local(state_dict)
         saved_by = (int(local["world_size"]), int(local["rank"]))
         is_own = saved_by == (self.world.size, self.world.rank)
-        self._compare(f"a state of step {local['num_steps']}", code="ranks-loaded-different-states")
+        step = f"a state of step {local['num_steps']}"
+        compare_ranks(self.world, step, code="ranks-loaded-different-states")
         is_own = self.world.all_reduce([float(is_own)], "min")[0] > 0
         self.synchronize()
         self.num_steps = int(local["num_steps"])
@@ -463,16 +452,6 @@ class LocalOptimizer(Readings):
                 )
         return dict(local)
 
-    def _compare(self, own: str, *, code: str = "ranks-built-differently") -> None:
-        """Raise MismatchError unless ``own`` is the same on all ranks (collective)."""
-        seen = self.world.all_gather_text(own)
-        for rank, other in enumerate(seen):
-            if other != seen[0]:
-                raise MismatchError(
-                    f"rank {rank} has {other}, but rank 0 has {seen[0]}; give every rank the same",
-                    code=code,
-                )
-
     def _refuse_closed(self, what: str) -> None:
         if self._is_closed:
             raise UsageError(
@@ -488,61 +467,6 @@ LocalOptimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
 
 def _refused(what: str, cure: str) -> UsageError:
     return UsageError(f"local steps have no {what}: {cure}", code="local-steps-forbid")
-
-
-def _check_numbers(sync_every: int, sync_after: int, lr: float, momentum: float) -> None:
-    check_count("sync_every", sync_every, 1)
-    check_count("sync_after", sync_after, 0)
-    if not 0 < lr < math.inf:
-        raise ConfigError(f"outer_lr is {lr}; it must be above 0", code="out-of-range")
-    if not 0 <= momentum < 1:
-        raise ConfigError(
-            f"outer_momentum is {momentum}; it must be at least 0 and below 1", code="out-of-range"
-        )
-
-
-def _check_mix(mix: float, delay: int) -> float:
-    if not 0 <= mix < 1:
-        raise ConfigError(f"mix is {mix}; it must be at least 0 and below 1", code="out-of-range")
-    if mix and not delay:
-        raise ConfigError(
-            f"mix is {mix}, but delay is 0, so that no step was taken meanwhile; leave mix out",
-            code="settings-contradict",
-        )
-    return mix
-
-
-def _choose_config(
-    config: EngineConfig | None, compress: Compress | None, inner: Optimizer
-) -> EngineConfig:
-    config = config or EngineConfig()
-    if config.eager:
-        raise ConfigError(
-            "eager is set, but local steps exchange no gradients during backprop; leave it out",
-            code="settings-contradict",
-        )
-    if compress is None:
-        params = [param for group in inner.param_groups for param in group["params"]]
-        on_host = all(param.device.type == "cpu" for param in params)
-        plain = config == EngineConfig(bucket_cap_mb=config.bucket_cap_mb)
-        compress = "int4" if on_host and plain else config.compress
-    return replace(config, compress=compress)
-
-
-def _with_buckets(
-    config: EngineConfig,
-    fragments: int | None,
-    params: Iterable[nn.Parameter],
-    world_size: int,
-) -> EngineConfig:
-    """With a smaller bucket cap, if none is given and ``fragments`` need more buckets."""
-    if fragments is None or config.bucket_cap_mb is not None:
-        return config
-    nbytes = sum(param.numel() * max(4, param.itemsize) for param in params)
-    least = nbytes // (2 * fragments)  # a bucket exceeds the cap at times
-    if config.cap_bytes(nbytes, world_size=world_size) <= least:
-        return config
-    return replace(config, bucket_cap_mb=max(1, least) / MIB)
 
 
 def _dense_phase(

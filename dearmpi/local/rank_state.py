@@ -75,6 +75,39 @@ def has_ranks(state: Mapping[Any, Entries]) -> bool:
     return any(f"rank0.{_VALUES}" in entries for entries in state.values())
 
 
+def join_entries(
+    saved: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    trained: Mapping[str, nn.Parameter],
+    *,
+    rank: int,
+    size: int,
+    is_own: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The inner optimizer's state in torch's form, and by name ``parameters`` and the ``outer``
+    optimizer's state, of what ``size`` ranks have saved.
+
+    is_own: they are those of ``rank``; else the mean of all.
+    """
+    if not has_ranks(saved["state"]):
+        return dict(saved), {"parameters": {}, "outer": {}}
+    names = {id(param): name for name, param in trained.items()}
+    places = {name: place for place, name in enumerate(trained)}
+    params = [param for group in groups for param in group["params"]]
+    inner: dict[int, Any] = {}
+    local: dict[str, dict[Any, Any]] = {"parameters": {}, "outer": {}}
+    for index, entries in saved["state"].items():
+        name = names[id(params[index])]
+        values, own = own_entries(entries, rank if is_own else 0)
+        if found := own if is_own else mean_entries(entries, size):
+            inner[index] = found
+        if values is not None:
+            local["parameters"][name] = values
+        if outer := outer_entries(entries):
+            local["outer"][places[name]] = outer
+    return {**saved, "state": inner}, local
+
+
 def own_entries(entries: Entries, rank: int) -> tuple[Tensor | None, dict[str, Any]]:
     """The values of a parameter and the inner optimizer's state, as ``rank`` had them."""
     own = _under(entries, f"rank{rank}.")

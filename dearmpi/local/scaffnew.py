@@ -15,9 +15,10 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.setup.checks import optimized_parameters
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
-from dearmpi.errors import CheckpointError, ConfigError, MismatchError, UsageError
+from dearmpi.errors import CheckpointError, ConfigError, UsageError
 from dearmpi.local.anchor import Anchor
 from dearmpi.local.rounds import follow, mask_of, weighted_sum
+from dearmpi.local.settings import compare_ranks
 from dearmpi.plan.data.rounds import Round, RoundRule
 
 
@@ -66,11 +67,7 @@ class Scaffnew(Optimizer):
         super().__init__(list(params), {"lr": self.rule.lr})
         if len(self.param_groups) != 1:
             raise _refused("param groups", "give the parameters as one list")
-        if any(seen != repr(self.rule) for seen in self.world.all_gather_text(repr(self.rule))):
-            raise MismatchError(
-                f"ranks have other settings than {self.rule}; give every rank the same",
-                code="ranks-built-differently",
-            )
+        compare_ranks(self.world, repr(self.rule))
         names = optimized_parameters(self, model)
         self._trained = {
             name: param
