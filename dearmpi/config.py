@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
+from math import inf
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, get_args
 
@@ -108,7 +109,8 @@ class EngineConfig:
     shards: with ``gather="parameters"``, where buckets are cut: ``even``, for optimizers that treat
         each element by itself; ``whole``, where parameters end, so that each has one owner, which
         alone updates it and keeps its state; or ``auto``: whole for optimizers that need whole
-        tensors, such as Muon, where that is served.
+        tensors, such as Muon, where that is served. Numbers, one for each rank: evenly, but a rank
+        has as much as its number is of their sum.
     bucket_cap_mb: about so many MiB of parameters are fused into one bucket, and a parameter is
         never cut; the first layers have a sixteenth of that to themselves. None: an eighth of the
         model, but at least 1 and at most 4 (above 64 ranks a sixteenth of their number), and at
@@ -163,7 +165,7 @@ class EngineConfig:
         "what is gathered: parameters shards the optimizer",
         choices=get_args(Gather),
     )
-    shards: Shards = _declare(
+    shards: Shards | Sequence[float] = _declare(
         "auto",
         "choice",
         "where buckets are cut: even, for elementwise optimizers; whole: each parameter has one "
@@ -250,6 +252,8 @@ class EngineConfig:
         self._check_types()
         for one in fields(self):
             about = engine_setting(one.name)
+            if one.name == "shards" and self.has_weights:
+                continue
             if about.kind == "choice" and getattr(self, one.name) is not None:
                 check_choice(one.name, getattr(self, one.name), about.choices)
         if self.reduce_scatter in ADDED_BY_LIBRARY and self.comm_dtype != "fp32":
@@ -355,7 +359,9 @@ class EngineConfig:
             )
 
     def _check_shards(self) -> None:
-        if self.shards != "whole" or self.can_own_tensors:
+        if self.has_weights:
+            self._check_weights()
+        if self.can_own_tensors or not (self.has_weights or self.shards == "whole"):
             return
         name, cure = "gather", "shards out, since every rank updates all parameters"
         if self.compress != "none":
@@ -366,6 +372,21 @@ class EngineConfig:
             f"shards is {self.shards!r}, but {name} is {getattr(self, name)!r}; leave {cure}",
             code="settings-contradict",
         )
+
+    def _check_weights(self) -> None:
+        weights = tuple(self.shards)
+        for weight in weights:
+            _check_type(
+                "shards", weight, Real, "a number for each rank, or 'auto', 'even', 'whole'"
+            )
+        given = tuple(float(weight) for weight in weights)  # type: ignore[arg-type]
+        if not all(0 <= weight < inf for weight in given) or not any(given):
+            raise ConfigError(
+                f"shards is {list(given)}; give a number for each rank, none of them negative and "
+                "not all of them 0",
+                code="out-of-range",
+            )
+        object.__setattr__(self, "shards", given)
 
     def _check_types(self) -> None:
         for name in ("eager", "master_weights"):
@@ -382,8 +403,13 @@ class EngineConfig:
             _check_type("check_every", self.check_every, Integral, "a whole number, or None")
 
     @property
+    def has_weights(self) -> bool:
+        """Whether ``shards`` has a number for each rank."""
+        return not isinstance(self.shards, str) and isinstance(self.shards, Sequence)
+
+    @property
     def can_own_tensors(self) -> bool:
-        """Whether these settings serve parameters that one rank updates as a whole."""
+        """Whether these settings serve shards of different lengths."""
         is_plain = self.compress == "none" and self.update_on == "device"
         return is_plain and self.gather == "parameters"
 
@@ -446,7 +472,7 @@ class EngineSettings(TypedDict, total=False):
 
     schedule: ScheduleName
     gather: Gather
-    shards: Shards
+    shards: Shards | Sequence[float]
     bucket_cap_mb: float | None
     reduce_scatter: ReduceScatter | Literal["auto"]
     comm_dtype: CommDtype

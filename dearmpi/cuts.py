@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,23 @@ def even_cuts(numel: int, num_ranks: int) -> Cuts:
     if not shard:
         return Cuts((0,) * (num_ranks + 1))
     return Cuts(range(0, shard * num_ranks + 1, shard))
+
+
+_ALIGNED = 16  # elements: sums of aligned shards take no longer
+
+
+def weighted_cuts(numel: int, weights: Sequence[float]) -> Cuts:
+    """Shards of ``numel`` elements in proportion to ``weights``, up to a few elements and without
+    padding; those of weight 0 are empty.
+
+    weights: one for each rank, 0 or more, and not all of them 0.
+    """
+    sums = list(accumulate(weights))
+    offsets = [0]
+    for reached in sums:
+        place = round(numel * (reached / sums[-1]) / _ALIGNED) * _ALIGNED
+        offsets.append(numel if reached == sums[-1] else min(place, numel))
+    return Cuts(tuple(offsets))
 
 
 def balanced_cuts(numel: int, num_ranks: int) -> Cuts:

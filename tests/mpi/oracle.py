@@ -43,7 +43,7 @@ class Case:
     groups: int = 1
     schedule: str = "dear"
     gather: str = "parameters"
-    shards: str = "auto"
+    shards: Any = "auto"
     reduce_scatter: str = "ring"
     cap_mb: float = 0.0005
     window: int = 2
@@ -65,7 +65,7 @@ class Case:
         return EngineConfig(
             schedule=self.schedule,  # type: ignore[arg-type]
             gather=self.gather,  # type: ignore[arg-type]
-            shards=self.shards,  # type: ignore[arg-type]
+            shards=self.shards,
             reduce_scatter=self.reduce_scatter,  # type: ignore[arg-type]
             bucket_cap_mb=self.cap_mb,
             window=self.window,

@@ -247,3 +247,39 @@ def test_muon_on_matrices_and_adamw_on_the_rest(world: World, apart: bool) -> No
     assert_equal_on_all_ranks(found, world)
     expected = train_mixed(None, world.size, apart=apart)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+WEIGHTED = cases(
+    optimizer=("adamw", "nesterov"),
+    model=("dense", "branches", "mixed"),
+    reduce_scatter=("ring", "native", "exchange"),
+    cap_mb=(SOME, ONE_TENSOR, ALL),
+    clip=(None, 2.0),
+    groups=(1, 3),
+    eager=(False,),
+    micro_batches=(1,),
+)
+
+
+@pytest.mark.parametrize("weights", [(3, 1, 2, 1), (0, 1, 0, 1), (1, 0, 0, 0)], ids=str)
+def test_weights_change_no_number(weights: tuple[int, ...], world: World) -> None:
+    given = tuple(float(weight) for weight in weights[: world.size])
+    for case in WEIGHTED[:: 1 + 2 * (weights[0] < 3)]:
+        weighted = replace(case, shards=given if any(given) else (1.0,))
+        assert_same(train(weighted, world), train(case))
+
+
+@pytest.mark.ranks(at_least=2)
+def test_state_follows_weights_and_buckets(world: World) -> None:
+    case = Case(optimizer="adamw", shards=[1.0, *[3.0] * (world.size - 1)], cap_mb=SOME)
+    with Training(case, world) as training:
+        for step in range(6):
+            if step == 3:
+                training.optimizer.fuse(ALL)
+            training.step(step)
+        found = training.outcome()
+        sizes = [bucket.cuts.size_of(0) for bucket in training.optimizer.layout]
+        assert max(sizes) < max(bucket.largest_shard for bucket in training.optimizer.layout)
+        training.optimizer.load_state_dict(found.optimizer)
+        assert_same(training.outcome(), found)
+    assert_same(found, train(replace(case, shards="even")))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dearmpi.cuts import Cuts, balanced_cuts, even_cuts
+from dearmpi.cuts import Cuts, balanced_cuts, even_cuts, weighted_cuts
 
 UNEVEN = Cuts((0, 0, 5, 5, 12, 12))  # ranks 0, 2 and 4 own nothing
 
@@ -54,3 +54,17 @@ def test_balanced_cuts_have_no_padding(numel: int, num_ranks: int) -> None:
     sizes = [cuts.size_of(rank) for rank in range(num_ranks)]
     assert sum(sizes) == cuts.total == numel and max(sizes) - min(sizes) <= 1
     assert cuts.largest == max(sizes)
+
+
+@given(
+    st.integers(0, 5000),
+    st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(any),
+)
+def test_weighted_cuts_are_in_proportion(numel: int, weights: list[float]) -> None:
+    cuts = weighted_cuts(numel, weights)
+    assert cuts.total == numel and cuts.num_ranks == len(weights)
+    for rank, weight in enumerate(weights):
+        wanted = numel * (weight / sum(weights))
+        assert cuts.size_of(rank) >= 0 and abs(cuts.size_of(rank) - wanted) <= 32
+        assert weight or not cuts.size_of(rank)
+    assert all(place % 16 == 0 or place == numel for place in cuts.offsets)

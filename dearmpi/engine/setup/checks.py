@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -33,6 +33,9 @@ from dearmpi.engine.sync.refused_models import (
 from dearmpi.engine.update.master import is_half
 from dearmpi.errors import ConfigError
 from dearmpi.torch_internals import is_patched
+
+Cutting = Shards | Sequence[float]
+"""The setting ``shards``: a choice, or a weight for each rank."""
 
 _ADDED = (
     torch.float16,
@@ -120,10 +123,11 @@ def check_parameters(
             "nothing is compressed yet; use comm_dtype 'bf16', or leave compress out",
             code="settings-contradict",
         )
-    if config.shards == "whole" and device_of(names) is not None:
+    if (config.has_weights or config.shards == "whole") and device_of(names) is not None:
         raise ConfigError(
-            "shards is 'whole', but the parameters are on a device, whose buckets are cut evenly; "
-            "leave shards out, with gather='gradients' for optimizers that need whole tensors",
+            f"shards is {config.shards!r}, but the parameters are on a device, whose buckets are "
+            "cut evenly; leave shards out, with gather='gradients' for optimizers that need whole "
+            "tensors",
             code="settings-contradict",
         )
     if config.update_on == "host":
@@ -167,7 +171,16 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
         )
 
 
-def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConfig) -> Shards:
+def check_weights(config: EngineConfig, world_size: int) -> None:
+    """Raise ConfigError unless ``shards`` has a weight for each rank, if it has any."""
+    if config.has_weights and len(config.shards) != world_size:
+        raise ConfigError(
+            f"shards has {len(config.shards)} weights for {world_size} ranks; give one for each",
+            code="settings-contradict",
+        )
+
+
+def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConfig) -> Cutting:
     """How buckets are cut for the optimizer. Raises ConfigError if it cannot be served."""
     if not config.has_buckets(world_size):
         if adapts_its_groups(optimizer):
@@ -187,7 +200,7 @@ def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConf
     return shards
 
 
-def _require_shards(optimizer: Optimizer, config: EngineConfig) -> Shards:
+def _require_shards(optimizer: Optimizer, config: EngineConfig) -> Cutting:
     """How buckets are cut. Raises ConfigError for an optimizer that does not work so."""
     if config.gather == "gradients":
         require_separable(optimizer)
@@ -196,7 +209,7 @@ def _require_shards(optimizer: Optimizer, config: EngineConfig) -> Shards:
     if config.shards != "whole":
         try:
             require_elementwise(optimizer)
-            return "even"
+            return config.shards if config.has_weights else "even"
         except ConfigError as error:
             may_own = config.shards == "auto" and config.can_own_tensors and is_on_host
             if not may_own or error.code not in _MAY_BE_TENSORWISE:

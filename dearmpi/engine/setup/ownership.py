@@ -8,10 +8,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from dearmpi.config import EngineConfig
 from dearmpi.engine.probe.owners import cost_of_update, tensorwise_groups
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.sync.model_tensors import compare_tensors
-from dearmpi.plan.data.layout import BucketLayout
+from dearmpi.plan.data.layout import BucketLayout, weigh
 from dearmpi.plan.data.owners import assign_owners, owner_bound
 from dearmpi.plan.data.schedule import Schedule
 
@@ -51,11 +52,18 @@ def find_costs(
     return shared
 
 
-def give_owners(
-    layout: BucketLayout, costs: Mapping[str, float], schedule: Schedule
+def cut_buckets(
+    layout: BucketLayout, config: EngineConfig, *, costs: Mapping[str, float], schedule: Schedule
 ) -> BucketLayout:
-    """``layout`` with one owner for each parameter."""
-    return assign_owners(layout, costs, schedule.reduce_scatters)
+    """``layout``, whose buckets are cut evenly, as ``config`` says: with one owner for each
+    parameter, or by weights. ``costs``: as of ``find_costs``.
+    """
+    if config.shards == "whole":
+        return assign_owners(layout, costs, schedule.reduce_scatters)
+    if config.has_weights and config.has_buckets(layout.world_size):
+        assert not isinstance(config.shards, str)
+        return weigh(layout, config.shards)
+    return layout
 
 
 def _warn_of_largest(costs: Mapping[str, float], size: int) -> None:

@@ -16,11 +16,12 @@ from dearmpi.engine.setup.checks import (
     NOT_KNOWN,
     check_optimizer,
     check_parameters,
+    check_weights,
     find_resident_scalars,
     optimized_parameters,
 )
 from dearmpi.engine.setup.context import TrainingContext
-from dearmpi.engine.setup.ownership import find_costs, give_owners
+from dearmpi.engine.setup.ownership import cut_buckets, find_costs
 from dearmpi.engine.state.options import check_alike
 from dearmpi.engine.sync.refused_models import (
     check_apart,
@@ -78,6 +79,7 @@ def make_spec(
     known = NOT_KNOWN if in_use is None else in_use.names
     optimizer, model, world = context.optimizer, context.model, context.world
     names = optimized_parameters(optimizer, model, known)
+    check_weights(config, world.size)
     check_devices(world, names, config=config)
     layout = lay_out(names, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
@@ -99,7 +101,7 @@ def make_spec(
     costs: Mapping[str, float] = {}
     if shards == "whole":
         costs = find_costs(context, names, known={} if in_use is None else in_use.costs)
-        layout = give_owners(layout, costs, schedule)
+    layout = cut_buckets(layout, config, costs=costs, schedule=schedule)
     scalars = find_resident_scalars(optimizer, world_size=world.size, config=config)
     return EngineSpec(context, names, layout, schedule, config, scalars, costs)
 
@@ -139,8 +141,7 @@ def is_followed(plan: Plan, in_use: EngineSpec) -> bool:
     names = optimized_parameters(context.optimizer, context.model, in_use.names)
     size = context.world.size
     layout = lay_out(names, context.model, world_size=size, config=in_use.config, plan=plan)
-    if in_use.config.shards == "whole":
-        layout = give_owners(layout, in_use.costs, plan.schedule)
+    layout = cut_buckets(layout, in_use.config, costs=in_use.costs, schedule=plan.schedule)
     return (
         layout == in_use.layout
         and plan.schedule == in_use.schedule

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import prod
 from typing import Any, Protocol
 
-from dearmpi.cuts import Cuts, even_cuts
+from dearmpi.cuts import Cuts, even_cuts, weighted_cuts
 from dearmpi.errors import ConfigError
 
 
@@ -158,6 +158,12 @@ class BucketLayout:
             )
             lines.append(line if bucket.cuts.is_even else f"{line}; {_owners(bucket)}")
         return "\n".join(lines)
+
+
+def weigh(layout: BucketLayout, weights: Sequence[float]) -> BucketLayout:
+    """``layout`` with shards in proportion to ``weights``, by rank."""
+    cut = (replace(b, cuts=weighted_cuts(b.numel, weights)) for b in layout)
+    return BucketLayout(tuple(cut), layout.world_size)
 
 
 def _owners(bucket: Bucket) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.world import World
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, MismatchError
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
@@ -130,5 +130,46 @@ def test_groups_that_need_other_cuts_are_not_added_later() -> None:
         with raises(ConfigError, "optimizer-needs-whole-tensors", "shards='whole'"):
             wrapped.add_param_group({"params": second, "whole": True})
         wrapped.close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("weights", "code", "told"),
+    [
+        ([1.0, -1.0], "out-of-range", "[1.0, -1.0]"),
+        ([0, 0], "out-of-range", "[0.0, 0.0]"),
+        ([1.0, float("nan")], "out-of-range", "nan"),
+        ([], "out-of-range", "[]"),
+        (["1", "2"], "wrong-type", "'1'"),
+        ("most", "unknown-choice", "'most'"),
+    ],
+)
+def test_wrong_weights_are_refused(weights: Any, code: str, told: str) -> None:
+    with raises(ConfigError, code, "shards", told):
+        EngineConfig(shards=weights)
+
+
+def test_weights_are_for_elementwise_optimizers_and_one_for_each_rank() -> None:
+    def rank(world: World) -> None:
+        model = net()
+        with raises(ConfigError, "settings-contradict", "3 weights for 2 ranks"):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            DistributedOptimizer(optimizer, model, world=world, shards=[1, 2, 3])
+        with raises(ConfigError, "optimizer-needs-whole-tensors"):
+            DistributedOptimizer(PerTensor(model.parameters()), model, world=world, shards=[1, 2])
+
+    run_ranks(2, rank)
+    with raises(ConfigError, "settings-contradict", "compress"):
+        EngineConfig(shards=[1, 2], compress="int8")
+
+
+def test_ranks_with_other_weights_are_named() -> None:
+    def rank(world: World) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weights = [1.0, 2.0 + world.rank]
+        with raises(MismatchError, "ranks-built-differently", "shards=(1.0, 2.0)", "(1.0, 3.0)"):
+            DistributedOptimizer(optimizer, model, world=world, shards=weights)
 
     run_ranks(2, rank)
