@@ -49,6 +49,12 @@ def choose_config(
             "eager is set, but local steps exchange no gradients during backprop; leave it out",
             code="settings-contradict",
         )
+    if config.buffers != "keep":
+        raise ConfigError(
+            f"buffers is {config.buffers!r}, but with local steps each rank keeps its own; leave "
+            "it out",
+            code="settings-contradict",
+        )
     if compress is None:
         params = [param for group in inner.param_groups for param in group["params"]]
         on_host = all(param.device.type == "cpu" for param in params)

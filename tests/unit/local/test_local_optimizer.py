@@ -329,6 +329,7 @@ REFUSED: list[tuple[dict[str, Any], type[DearError], str]] = [
     ({"sync_after": -1}, ConfigError, "out-of-range"),
     ({"compress": "int3"}, ConfigError, "unknown-choice"),
     ({"config": EngineConfig(eager=True)}, ConfigError, "settings-contradict"),
+    ({"config": EngineConfig(buffers="average")}, ConfigError, "settings-contradict"),
     ({"local_steps": 5}, ArgumentError, "unknown-argument"),
     ({"fragment_sync_delay": 5}, ArgumentError, "unknown-argument"),
 ]
