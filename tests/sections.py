@@ -126,13 +126,13 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
         Section("lint", "lint (ruff check)", [*ruff, "check", "."]),
         Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
         Section("lint", "scripts (shellcheck)", shellcheck),
-        # Ranks wait for each other: beside them one process of unit tests keeps a core busy.
+        # Ranks wait for each other: beside them unit tests keep the cores busy.
         Section("unit", "unit tests, one process", unit, 1, long_s),
+        Section("unit", "unit tests, the other", unit, 1, long_s),
         *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in others),
         Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
         Section("types", "types (mypy)", mypy, 1, long_s),
         Section("mpi", "MPICH, 1 rank(s)", on_ranks(1, choice), 1, long_s),
-        Section("unit", "unit tests, the other", unit, 1, long_s),
         Section("frameworks", "frameworks, 2 ranks", frameworks, 2, 3000.0),
     ]
 
@@ -161,8 +161,9 @@ class Runner:
         self._ended: list[Running] = []
         self._rows: list[str] = []
         self._last_words: list[str] = []
-        # One more than there are: sections wait as well, for ranks and for processes that start.
-        self._places = 1 + max(2, len(os.sched_getaffinity(0)))
+        # Two more than there are: sections wait as well, for ranks and for processes that start.
+        self._cores = max(2, len(os.sched_getaffinity(0)))
+        self._places = self._cores + 2
 
     def run(self) -> None:
         """Run all sections to their ends; print what they print."""
@@ -203,7 +204,7 @@ class Runner:
             self._start(section)
 
     def _places_of(self, section: Section) -> int:
-        return min(section.cores, self._places - 1)  # more ranks than cores share them
+        return min(section.cores, self._cores)  # more ranks than cores share them
 
     def _start(self, section: Section) -> None:
         output = tempfile.NamedTemporaryFile(dir=self._folder, delete=False)  # noqa: SIM115

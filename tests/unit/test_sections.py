@@ -83,7 +83,9 @@ def test_what_is_under_way_cleans_up_when_it_is_stopped(
         "signal.signal(signal.SIGTERM, end)\n"
         f"pathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)\n"
     )
-    runner = Runner([section("a", script, 2), section("b", "print('never')", 64)], tmp_path)
+    sleeper = section("c", "import time; time.sleep(60)", 64)
+    sections = [section("a", script, 64), sleeper, section("b", "print('never')", 64)]
+    runner = Runner(sections, tmp_path)
     thread = threading.Thread(target=_stop_once, args=(runner, begun))
     runner._start_what_fits()
     thread.start()
