@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from dearmpi.plan.model.profile import ModelProfile
     from dearmpi.plan.rivals.methods import SimulatedMethod
     from dearmpi.plan.rivals.side_by_side import Comparison, PaperGain
+    from dearmpi.plan.simulate.themis import ThemisRow
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
 _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-_FOR_PAPER = frozenset({"compare_paper", "json_path"})
 
 
 @click.command()
@@ -93,6 +93,11 @@ _FOR_PAPER = frozenset({"compare_paper", "json_path"})
     is_flag=True,
     help="the paper's five models, 64 GPUs and two networks, beside its claims",
 )
+@click.option(
+    "--compare-themis",
+    is_flag=True,
+    help="all-reduces over networks of several dimensions, by Themis, beside its claims",
+)
 @click.pass_context
 def simulate(context: click.Context, /, **given: Any) -> int:
     """Predict an iteration of other systems and of this one, without running any:
@@ -101,6 +106,7 @@ def simulate(context: click.Context, /, **given: Any) -> int:
       dear-train simulate --workload bert_base --world-size 256 --network 100GbIB
       dear-train simulate --profile profile.json --network link.json --method ddp --method dear-plan
       dear-train simulate --compare-paper
+      dear-train simulate --compare-themis
     """
     from dearmpi.cli.console import Console
 
@@ -112,7 +118,11 @@ def simulate(context: click.Context, /, **given: Any) -> int:
     check_writable(given["json_path"])
     check_picture(given["picture_path"])
     console = Console(speaks=True, needed=True)
-    compared = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
+    compared: Sequence[Comparison | PaperGain | ThemisRow]
+    if given["compare_themis"]:
+        compared = _compare_themis(console)
+    else:
+        compared = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
     if given["json_path"] is not None:
         figures = [one.as_plain() for one in compared]
         write_file(given["json_path"], json.dumps(figures, indent=1) + "\n")
@@ -123,9 +133,11 @@ def simulate(context: click.Context, /, **given: Any) -> int:
 def _check_combination(context: click.Context) -> None:
     """Refuse flags that have no effect beside others."""
     given = given_flags(context)
-    if "compare_paper" in given:
-        refuse_useless(context, given - _FOR_PAPER, "has no effect beside --compare-paper")
-    elif "profile" in given:
+    for name in ("compare_paper", "compare_themis"):
+        if name in given:
+            flag = "--" + name.replace("_", "-")
+            refuse_useless(context, given - {name, "json_path"}, f"has no effect beside {flag}")
+    if "profile" in given:
         instead = {"workload", "feed_forward_s", "backprop_s"}
         refuse_useless(context, given & instead, "has no effect beside --profile")
 
@@ -290,3 +302,31 @@ def _compare_paper(console: Console) -> Sequence[PaperGain]:
         console.say("", *describe_gains(gains))
         all_gains += gains
     return all_gains
+
+
+def _compare_themis(console: Console) -> Sequence[ThemisRow]:
+    from dearmpi.plan.simulate.themis import NUM_CHUNKS, PAPER, compare_themis
+    from dearmpi.report.draw.units import align
+
+    rows = compare_themis()
+    console.say(
+        f"1024 ranks, all-reduces of 100 MB to 1 GB in {NUM_CHUNKS} chunks, means over sizes.",
+        "used: the part of all links' time in which they send; speed-up over the baseline, whose",
+        "chunks all cross the dimensions in the same order. A dimension sends one chunk at a time.",
+        "",
+        *align(
+            [
+                ["topology", "used: baseline", "Themis", "smallest first", "speed-up", "smallest"],
+                *(
+                    [
+                        row.topology,
+                        *(f"{100 * part:.1f} %" for part in (row.baseline, row.fifo, row.smallest)),
+                        f"{row.fifo_gain:.2f}",
+                        f"{row.smallest_gain:.2f}",
+                    ]
+                    for row in (*rows, PAPER)
+                ),
+            ]
+        ),
+    )
+    return rows

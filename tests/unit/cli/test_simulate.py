@@ -229,6 +229,8 @@ def test_it_needs_neither_torch_nor_mpi() -> None:
         (["--profile", "/nowhere.json"], ["/nowhere.json"]),
         (["--profile", "a.json", "--workload", "bert_base"], ["--workload", "--profile"]),
         (["--compare-paper", "--world-size", "8"], ["--world-size", "--compare-paper"]),
+        (["--compare-themis", "--world-size", "8"], ["--world-size", "--compare-themis"]),
+        (["--compare-themis", "--compare-paper"], ["--compare-paper", "--compare-themis"]),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -246,3 +248,14 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
     assert main(["simulate", *SMALL, "--picture", str(tmp_path / "x.png")]) == 2
     told = capsys.readouterr()
     assert "need Pillow" in told.err and not told.out
+
+
+def test_themis_is_shown_beside_the_papers_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "themis.json"
+    assert main(["simulate", "--compare-themis", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert [row["topology"] for row in rows][-1] == "mean" and len(rows) == 7
+    told = capsys.readouterr().out
+    assert f"{100 * rows[-1]['smallest']:.1f} %" in told and "95.1 %" in told
