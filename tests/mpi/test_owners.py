@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.plan.data.layout import spec_of
+from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
+from dearmpi.plan.data.schedule import build_schedule
 from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
 from tests.combinations import pairwise
 from tests.mpi.oracle import (
@@ -283,3 +286,42 @@ def test_state_follows_weights_and_buckets(world: World) -> None:
         training.optimizer.load_state_dict(found.optimizer)
         assert_same(training.outcome(), found)
     assert_same(found, train(replace(case, shards="even")))
+
+
+def plan_for(model: nn.Module, size: int) -> Plan:
+    names = [name for name, _ in model.named_parameters()]
+    return Plan(
+        parameters=tuple(names),
+        buckets=(tuple(names[:1]), tuple(names[1:])),
+        schedule=build_schedule("dear", 2),
+        window=2,
+        eager=False,
+        world_size=size,
+        fingerprint=fingerprint([spec_of(param, name) for name, param in model.named_parameters()]),
+        prediction=Prediction(1.0, 0.5, 0.5, 0.75),
+        origin="by hand",
+    )
+
+
+@pytest.mark.ranks(at_least=2)
+def test_owners_move_with_plans(world: World) -> None:
+    """The same plan has the same owners, whatever there was in between."""
+    expected = train_alone(world, range(9))
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = DistributedOptimizer(Whitening(model.parameters()), model, world=world)
+    plan, planned = plan_for(model, world.size), None
+    for step in range(9):
+        if step in (2, 6):
+            optimizer.follow(plan)
+            assert planned in (None, optimizer.layout) and len(optimizer.layout) == 2
+            planned = optimizer.layout
+        if step == 4:
+            optimizer.fuse(1e-5)
+            assert len(optimizer.layout) == 4
+        optimizer.zero_grad()
+        model(inputs_of(step, world.rank)).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    assert_alike((copies(model), optimizer.state_dict()), expected)
+    optimizer.close()
