@@ -26,7 +26,7 @@ _INDEX_BYTES = 4
 _MOST_CANDIDATES = 6  # times those wanted; beyond, a threshold is looked for anew
 _LOWERED = 0.85  # of the last step's threshold, so that enough elements lie above it
 _SAMPLE, _HITS = 4096, 64  # elements of a sample at least, and how many above its threshold
-_BLOCK = 1024  # elements
+_BLOCK = 1024  # elements at most
 _NUM_PROJECTIONS = 2
 
 
@@ -156,10 +156,11 @@ class TopBlocks(SparseReduce):
     ) -> None:
         """As ``SparseReduce``."""
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
-        self._block = min(_BLOCK, self.numel)
-        self._num_chosen = math.ceil(self.num_sent / self._block)
+        num = math.ceil(self.num_sent / _BLOCK)
+        self._block = math.ceil(self.num_sent / num)
         # The last block reaches back over the one before where the shard's length asks for it.
         firsts = range(0, self.numel, self._block)
+        self._num_chosen = min(num, len(firsts))
         self._starts = torch.tensor([min(one, self.numel - self._block) for one in firsts])
         spec, width = bucket.spec, bucket.spec.itemsize
         each = len(firsts) * _NUM_PROJECTIONS * width
