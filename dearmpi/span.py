@@ -17,6 +17,7 @@ class Track(IntEnum):
     UPDATE = 5
     DATA = 6
     CHECKPOINT = 7
+    CODEC = 8
 
     @property
     def label(self) -> str:

@@ -269,7 +269,12 @@ class Chain(Request):
         self._steps = steps
         self._step: Request | None = None
         self._moved = False
+        self._watch: Callable[[], AbstractContextManager[None]] | None = None
         self._begin_next()
+
+    def watch(self, context: Callable[[], AbstractContextManager[None]]) -> None:
+        """Have every step after the first begin inside a new ``context``."""
+        self._watch = context
 
     @property
     def movement(self) -> Movement:
@@ -295,7 +300,11 @@ class Chain(Request):
 
     def _begin_next(self) -> None:
         self._is_interrupted = True  # unless the next line comes to its end
-        self._step = next(self._steps, None)
+        if self._watch is None:
+            self._step = next(self._steps, None)
+        else:
+            with self._watch():
+                self._step = next(self._steps, None)
         self._is_interrupted = False
 
 

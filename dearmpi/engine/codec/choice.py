@@ -51,10 +51,13 @@ class Codecs:
     @property
     def traffic(self) -> Traffic:
         """Of all that is trained; where the bytes vary, of the last step."""
+        known = [one for bucket in self.trained if (one := self.reduce[bucket.index].squares())]
+        owed, sent = (sum(parts) for parts in zip(*known, strict=True)) if known else (0.0, 0.0)
         return Traffic(
             sum(self.reduce[bucket.index].sent_bytes for bucket in self.trained),
             sum(self.gather[bucket.index].sent_bytes for bucket in self.trained),
             2 * sum(elements_sent(one) * one.spec.itemsize for one in self.trained),
+            owed / (owed + sent) if owed + sent > 0 else None,
         )
 
 

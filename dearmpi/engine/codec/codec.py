@@ -72,6 +72,12 @@ class Codec(Protocol):
         """Another state was loaded, to which nothing of this belongs."""
         ...
 
+    def squares(self) -> tuple[float, float] | None:
+        """Squared norms of what this rank keeps, and of what it has sent in the last step, for
+        people; None where that is not known. Any thread may call it.
+        """
+        ...
+
 
 class StatelessCodec:
     """The part of a codec that keeps nothing and carries all numbers."""
@@ -89,6 +95,10 @@ class StatelessCodec:
 
     def forget(self) -> None:
         """Nothing is kept."""
+
+    def squares(self) -> tuple[float, float] | None:
+        """Nothing is kept, or it is not known how much."""
+        return None
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         """Nothing is to be brought."""
@@ -142,6 +152,10 @@ class DenseFirst:
     def forget(self) -> None:
         """As the codec does."""
         self._codec.forget()
+
+    def squares(self) -> tuple[float, float] | None:
+        """As the codec does."""
+        return self._codec.squares()
 
 
 class DenseReduce(StatelessCodec):

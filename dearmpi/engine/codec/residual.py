@@ -32,6 +32,8 @@ class ErrorFeedback:
     owes: whether there is a residual; the same on all ranks.
     """
 
+    _sent_square = 0.0
+
     def __init__(self, world_size: int, *, keeps: bool) -> None:
         self.keeps, self.owes = keeps, False
         self._size = world_size
@@ -66,6 +68,7 @@ class ErrorFeedback:
             self._residual, self.owes = torch.empty_like(data), True
         rows = self._residual.copy_(data).view(self._size, -1)
         rows[rank].copy_(own)
+        self._sent_square = float(rows[sent].square().sum())
         rows[sent] = 0.0
         if not math.isfinite(float(self._residual.sum())):
             self._residual.nan_to_num_(0.0, 0.0, 0.0)
@@ -74,6 +77,13 @@ class ErrorFeedback:
     def discard(self) -> None:
         """What was sent last does not count."""
         self._reduced = None
+
+    def squares(self) -> tuple[float, float]:
+        """Squared norms of the residual, and of what the last step has sent."""
+        residual = self._residual  # the progress thread may replace it
+        if residual is None:
+            return 0.0, 0.0
+        return float(torch.linalg.vector_norm(residual)) ** 2, self._sent_square
 
     def start_settling(
         self, bucket: BucketRuntime, collectives: Collectives, algorithm: CollectiveAlgorithms

@@ -58,6 +58,10 @@ class SparseReduce(StatelessCodec):
         """As the error feedback does."""
         return self.feedback.owes
 
+    def squares(self) -> tuple[float, float]:
+        """As the error feedback does."""
+        return self.feedback.squares()
+
     @abstractmethod
     def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
         """Send parts of ``rows``, the shards, and put the sums into the own one.

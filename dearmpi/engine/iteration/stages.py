@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
-from dearmpi.comm.api.collectives import Request
+from dearmpi.comm.api.collectives import Chain, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
-from dearmpi.engine.codec.codec import Codec
+from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.update.update import Update
 from dearmpi.plan.data.layout import Bucket
@@ -77,6 +78,7 @@ class CollectiveStage(StageOperation):
         self._reduces = stage is Stage.REDUCE
         channel = state.reduces if self._reduces else state.gathers
         self._codec, self._collectives = codec, channel.collectives
+        self._computes = not isinstance(codec, (DenseReduce, DenseGather))
 
     @property
     def label(self) -> str:
@@ -87,7 +89,14 @@ class CollectiveStage(StageOperation):
         """Post it."""
         if (replicas := self._state.replicas) is not None:
             (replicas.reduces if self._reduces else replicas.gathers).append(self.bucket.index)
-        return self._codec.start(self.bucket, self._collectives, self._state.num_steps)
+        spans = self._state.spans
+        if not (self._computes and spans.is_heard):
+            return self._codec.start(self.bucket, self._collectives, self._state.num_steps)
+        with spans.codec("encode", self.label, self.subject):
+            request = self._codec.start(self.bucket, self._collectives, self._state.num_steps)
+        if isinstance(request, Chain):
+            request.watch(partial(spans.codec, "decode", self.label, self.subject))
+        return request
 
 
 class UpdateStage(StageOperation):

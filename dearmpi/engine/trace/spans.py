@@ -43,6 +43,15 @@ class Spans:
             return _UNSEEN
         return _Watch(self._begin(track, name, bucket), self.recorder)
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether anything listens."""
+        return self.recorder is not None or is_profiling()
+
+    def codec(self, what: str, label: str, bucket: Bucket) -> AbstractContextManager[None]:
+        """A context in which ``bucket`` is encoded or decoded for the operation ``label``."""
+        return self.span(Track.CODEC, f"{what} {label}", bucket=bucket)
+
     def launched(self, bucket: Bucket) -> None:
         """The main thread submits ``bucket``: what happens to it belongs to this iteration."""
         if self.recorder is not None:
@@ -147,15 +156,18 @@ def _label(track: Track, bucket: Bucket) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one rank sends in a step in which all parameters have gradients.
+    """What one rank sends in a step in which all parameters have gradients, in bytes.
 
     reduced: in reduce-scatters. gathered: in all-gathers. dense: what both would be without
     compression or half precision.
+    owed_share: how much of the gradients to be sent in the last step this rank still owes, as a
+        share of their squared norm, 0 to 1; None where all was sent, or it is not known.
     """
 
     reduced: int = 0
     gathered: int = 0
     dense: int = 0
+    owed_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from dearmpi.report.draw import svg
 from dearmpi.report.draw.shape import Picture
 from dearmpi.report.draw.units import digits, share_text, time_text
 from dearmpi.report.page.limit import UNMEASURED, Verdict
+from dearmpi.report.read.recording import total
 from dearmpi.report.read.run_files import RunRecord
+from dearmpi.span import Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,25 @@ def _facts(run: RunRecord, figures: Figures | None) -> list[tuple[str, str]]:
     if figures is not None and figures.hidden_share is not None:
         hidden = f"{share_text(figures.hidden_share)} hidden"
         facts.append(("communication", f"{time_text(figures.communication_s)} per step, {hidden}"))
+    if run.settings.get("compress", "none") != "none":
+        facts += _compression_facts(run)
+    return facts
+
+
+def _compression_facts(run: RunRecord) -> list[tuple[str, str]]:
+    """What a rank sends in a step, what it still owes, and what encoding and decoding take."""
+    facts = []
+    sent_mb = run.history.typical(lambda row: row.sent_mb)
+    owed = run.history.typical(lambda row: row.owed_share)
+    if sent_mb is not None:
+        rest = "" if owed is None else f", owes {share_text(owed)}"
+        facts.append(("sent", f"{digits(sent_mb)} MB per step{rest}"))
+    window = run.recording.typical()
+    if window is not None:
+        spans = run.recording.spans[min(run.recording.spans)]
+        parts = [window.clip(span) for span in spans if span.track is Track.CODEC]
+        coded_s = total(part for part in parts if part is not None)
+        facts.append(("codecs", f"{time_text(coded_s)} per step"))
     return facts
 
 

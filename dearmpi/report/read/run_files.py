@@ -170,6 +170,8 @@ class HistoryRow:
     step_s: float | None = None
     exposed_s: float | None = None
     communication_s: float | None = None
+    sent_mb: float | None = None
+    owed_share: float | None = None
     rank_step_s: tuple[float, ...] = ()
     rank_wait_s: tuple[float, ...] = ()
     rank_data_s: tuple[float, ...] = ()

@@ -29,6 +29,7 @@ class MetricsRow:
     elapsed_s: seconds since this process began to train.
     grad_norm: norm of the whole gradient before clipping.
     step_s, exposed_s, communication_s: means per step since the row before.
+    sent_mb, owed_share: of rank 0, as ``optimizer.traffic`` gives them for its last step.
     extra: the task's own metrics by name.
     ranks: every rank's means per step since the row before; in metrics.jsonl only.
     """
@@ -43,6 +44,8 @@ class MetricsRow:
     step_s: float | None = None
     exposed_s: float | None = None
     communication_s: float | None = None
+    sent_mb: float | None = None
+    owed_share: float | None = None
     eval_loss: float | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple[RankTimes, ...] = ()

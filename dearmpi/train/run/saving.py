@@ -66,6 +66,13 @@ class TrainingState:
         """All of them, in order."""
         return (self.optimizer, *self.others)
 
+    def traffic(self) -> tuple[float | None, float | None]:
+        """MB that this rank sends in a step, and the largest ``owed_share``; None if not known."""
+        found = [one.traffic for one in self.optimizers if isinstance(one, Readings)]
+        owed = [one.owed_share for one in found if one.owed_share is not None]
+        sent = sum(one.reduced + one.gathered for one in found)
+        return sent / 1e6 if sent else None, max(owed, default=None)
+
     @property
     def world(self) -> World:
         """The ranks that train."""

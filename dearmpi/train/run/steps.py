@@ -145,6 +145,7 @@ class RunSteps:
         sums = self.meter.lap()
         losses, self._losses = self._losses, []
         num_steps = max(1, sums.num_steps)
+        sent_mb, owed_share = self._state.traffic()
         return MetricsRow(
             step=self.step,
             epoch=epoch,
@@ -156,6 +157,8 @@ class RunSteps:
             step_s=sums.per_step.step_s,
             exposed_s=sums.exposed_s / num_steps,
             communication_s=sums.communication_s / num_steps,
+            sent_mb=sent_mb,
+            owed_share=owed_share,
             eval_loss=eval_loss,
             extra=extra or {},
             ranks=self._times.read(),

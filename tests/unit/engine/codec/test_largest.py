@@ -70,6 +70,7 @@ def move_once(world: World, compress: Compress, feedback: Feedback, density: flo
     )
     (model.weight * gradient_of(world.rank)).sum().backward()
     optimizer.step()
+    optimizer.synchronize()
     traffic = optimizer.traffic
     entries = optimizer.state_dict()["state"][0]
     found = -entries["master"], entries.get("owed"), traffic
@@ -81,7 +82,7 @@ def move_once(world: World, compress: Compress, feedback: Feedback, density: flo
 def test_each_rank_sends_its_own_largest_elements(
     size: int, feedback: Feedback, density: float
 ) -> None:
-    moved, owed, _ = run_ranks(size, lambda w: move_once(w, "topk", feedback, density))[0]
+    moved, owed, traffic = run_ranks(size, lambda w: move_once(w, "topk", feedback, density))[0]
     shard = -(-6200 // size)
     num, expected = math.ceil(density * shard), torch.zeros(size * shard)
     for rank in range(size):
@@ -95,8 +96,17 @@ def test_each_rank_sends_its_own_largest_elements(
     assert torch.allclose(moved.reshape(-1), expected[:6200] / size)
     if feedback == "ef14":
         assert torch.allclose(moved + owed, whole / size)
+        assert traffic.owed_share == pytest.approx(owed_by_first(num, shard))
     else:
-        assert owed is None
+        assert owed is None and traffic.owed_share is None
+
+
+def owed_by_first(num: int, shard: int) -> float:
+    """The share of its gradient's squared norm that rank 0 has not sent."""
+    padded = torch.zeros(-(-6200 // shard) * shard)
+    padded[:6200] = gradient_of(0).reshape(-1).square()
+    sent = sum(float(part.topk(num).values.sum()) for part in padded.split(shard))
+    return 1 - sent / float(padded.sum())
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -24,6 +24,7 @@ from dearmpi.engine.codec.residual import ErrorFeedback
 from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.layout import build_layout, spec_of
+from dearmpi.span import Span, Track
 from tests.codes import raises
 from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
@@ -387,6 +388,36 @@ def test_state_is_not_read_between_backward_and_step() -> None:
         optimizer.close()
 
     run_ranks(2, rank)
+
+
+class Heard:
+    """A recorder."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def add(self, span: Span) -> None:
+        self.spans.append(span)
+
+
+@pytest.mark.parametrize("compress", ["none", "int8", "nonzero", *SPARSE])
+def test_traces_show_what_codecs_compute(compress: Compress) -> None:
+    def rank(world: World) -> list[Span]:
+        model = make_wide_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = DistributedOptimizer(
+            inner, model, world=world, compress=compress, bucket_cap_mb=1.0
+        )
+        heard = optimizer.spans.recorder = Heard()
+        regress(model, optimizer, world, steps=1)
+        optimizer.close()
+        return [span for span in heard.spans if span.track is Track.CODEC]
+
+    for spans in run_ranks(2, rank):
+        names = {span.name for span in spans}
+        ends = ("RS0", "AG0") if compress != "none" else ()
+        assert names == {f"{what} {end}" for what in ("encode", "decode") for end in ends}
+        assert all(span.bucket == 0 and span.stop_s >= span.start_s for span in spans)
 
 
 @pytest.mark.parametrize("read", ["state_dict", "local_state"])
