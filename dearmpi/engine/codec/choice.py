@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
-from dearmpi.config import DEFAULT_DENSITY, DEFAULT_POWERSGD_RANK, EngineConfig
+from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.codec import (
-    Codec,
-    DenseFirst,
-    DenseGather,
-    DenseReduce,
-    HalfGather,
-    HalfReduce,
-    elements_sent,
-)
-from dearmpi.engine.codec.largest import TopBlocks, TopElements
+from dearmpi.engine.codec.codec import Codec, DenseFirst, dense_codecs, elements_sent
+from dearmpi.engine.codec.largest import sparse_reduce
 from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
-from dearmpi.engine.codec.powersgd import Factors, PowerGather, PowerReduce
+from dearmpi.engine.codec.powersgd import power_codecs
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
-from dearmpi.engine.codec.residual import ErrorFeedback
-from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements, SparseReduce
 from dearmpi.engine.trace.spans import Traffic
-from dearmpi.engine.update.master import is_half
-
-_SPARSE: Mapping[str, type[SparseReduce]] = {
-    "random-block": RandomBlocks,
-    "random-k": RandomElements,
-    "topk": TopElements,
-    "block-topk": TopBlocks,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +63,9 @@ def _choose(
 ) -> tuple[Codec, Codec]:
     """By which ``bucket`` is reduced, and gathered."""
     how = config.gather
-    dense = DenseReduce(bucket, algorithms), DenseGather(bucket, algorithms, gather=how)
+    dense = dense_codecs(bucket, algorithms, gather=how)
     if not bucket.is_compressed(config):
-        if algorithms.wire_dtype is None or is_half(bucket.params[0]):
-            return dense
-        return HalfReduce(bucket, algorithms), HalfGather(bucket, algorithms, gather=how)
+        return dense
     if not config.is_lossy:
         return (
             NonzeroReduce(bucket, algorithms, scratch),
@@ -94,17 +74,12 @@ def _choose(
     gather: Codec = QuantizedGather(bucket, quantizer, scratch, gather=how)
     reduce: Codec = QuantizedReduce(bucket, quantizer, scratch)
     if config.is_sparse:
-        sparse = _SPARSE[config.compress]
-        feedback = ErrorFeedback(bucket.spec.world_size, keeps=config.error_feedback != "none")
-        density = config.density or DEFAULT_DENSITY
-        reduce = sparse(bucket, algorithms, scratch, density=density, feedback=feedback)
+        reduce = sparse_reduce(bucket, algorithms, scratch, config)
     elif config.compress == "powersgd":
-        factors = Factors(bucket, rank=config.powersgd_rank or DEFAULT_POWERSGD_RANK)
-        if not factors.pays:
+        pair = power_codecs(bucket, algorithms, config)
+        if pair is None:
             return dense
-        bucket.travels_as_factors = True
-        reduce = PowerReduce(bucket, algorithms, factors)
-        gather = PowerGather(bucket, algorithms, factors)
+        reduce, gather = pair
     if not (num := config.compress_after):
         return reduce, gather
     return (

@@ -18,6 +18,7 @@ from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.config import Gather
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import FlatBuffer
+from dearmpi.engine.update.master import is_half
 from dearmpi.errors import WireRangeError
 
 
@@ -259,6 +260,15 @@ class HalfGather(DenseGather):
                 "'bf16', which has the range of fp32",
                 code="beyond-half-precision",
             )
+
+
+def dense_codecs(
+    bucket: BucketRuntime, algorithms: CollectiveAlgorithms, *, gather: Gather
+) -> tuple[Codec, Codec]:
+    """Both ways of what is not compressed; what is of half precision travels as it is."""
+    if algorithms.wire_dtype is None or is_half(bucket.params[0]):
+        return DenseReduce(bucket, algorithms), DenseGather(bucket, algorithms, gather=gather)
+    return HalfReduce(bucket, algorithms), HalfGather(bucket, algorithms, gather=gather)
 
 
 def _largest(shard: Tensor) -> float:

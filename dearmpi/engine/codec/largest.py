@@ -8,7 +8,7 @@ backprop, and needs no all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch import Tensor
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.residual import ErrorFeedback
-from dearmpi.engine.codec.sparse import FAR_APART, SparseReduce
+from dearmpi.engine.codec.sparse import FAR_APART, RandomBlocks, RandomElements, SparseReduce
 
 _PIECE = 1 << 16  # elements at once: their magnitudes stay in a core's cache
 _ALIGNMENT = 64  # bytes
@@ -208,3 +209,21 @@ class TopBlocks(SparseReduce):
             if num_whole < len(sums):
                 sums[-1] = row[-self._block :] @ weights
         return projected
+
+
+_SPARSE: Mapping[str, type[SparseReduce]] = {
+    "random-block": RandomBlocks,
+    "random-k": RandomElements,
+    "topk": TopElements,
+    "block-topk": TopBlocks,
+}
+
+
+def sparse_reduce(
+    bucket: BucketRuntime, algorithms: CollectiveAlgorithms, scratch: Scratch, config: EngineConfig
+) -> SparseReduce:
+    """The sparse codec that ``config.compress`` names."""
+    feedback = ErrorFeedback(bucket.spec.world_size, keeps=config.error_feedback != "none")
+    density = config.density or DEFAULT_DENSITY
+    kind = _SPARSE[config.compress]
+    return kind(bucket, algorithms, scratch, density=density, feedback=feedback)

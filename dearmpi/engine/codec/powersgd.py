@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.api.collectives import Chain, Collectives, Completed, Request
+from dearmpi.config import DEFAULT_POWERSGD_RANK, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import StatelessCodec
 
@@ -251,6 +252,17 @@ class PowerGather(StatelessCodec):
         yield self._algorithm.start_all_gather(total, collectives)
         yield from self._factors.unpack(total, into=data)
         self._factors.advance(total)
+
+
+def power_codecs(
+    bucket: BucketRuntime, algorithms: CollectiveAlgorithms, config: EngineConfig
+) -> tuple[PowerReduce, PowerGather] | None:
+    """Both ways of ``bucket``; None where factors are not small beside it."""
+    factors = Factors(bucket, rank=config.powersgd_rank or DEFAULT_POWERSGD_RANK)
+    if not factors.pays:
+        return None
+    bucket.travels_as_factors = True
+    return PowerReduce(bucket, algorithms, factors), PowerGather(bucket, algorithms, factors)
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
