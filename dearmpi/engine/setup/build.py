@@ -12,7 +12,8 @@ from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.hooks import ModelHooks
 from dearmpi.engine.iteration.null_engine import NullEngine
-from dearmpi.engine.setup.spec import EngineSpec, check_unclaimed, claim, release
+from dearmpi.engine.setup.checks import check_unclaimed, claim, release
+from dearmpi.engine.setup.spec import EngineSpec
 from dearmpi.engine.state.optimizer_state import OptimizerState
 from dearmpi.engine.update.shard_update import UpdateSet, build_updates
 

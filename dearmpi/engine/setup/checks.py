@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping
 from types import MappingProxyType
+from typing import ClassVar
+from weakref import ReferenceType, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig, Shards
+from dearmpi.comm.world import World
+from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
 from dearmpi.device.accelerator import device_of
+from dearmpi.device.route_choice import check_devices
 from dearmpi.engine.iteration.compilation import refuse_compiled
-from dearmpi.engine.probe.owners import require_tensorwise
 from dearmpi.engine.probe.probe import (
-    host_twin,
-    require_copied_gradients,
-    require_elementwise,
     require_half,
     require_host,
-    require_linear,
-    require_separable,
-    resident_scalars,
 )
-from dearmpi.engine.probe.steadiness import adapts_its_groups, require_steady
-from dearmpi.engine.probe.trial import device_of_optimizer
 from dearmpi.engine.sync.refused_models import (
     refuse_lazy,
     refuse_optimizer_wrappers,
@@ -33,9 +29,6 @@ from dearmpi.engine.sync.refused_models import (
 from dearmpi.engine.update.master import is_half
 from dearmpi.errors import ConfigError
 from dearmpi.torch_internals import is_patched
-
-Cutting = Shards | Sequence[float]
-"""The setting ``shards``: a choice, or a weight for each rank."""
 
 _ADDED = (
     torch.float16,
@@ -171,64 +164,16 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
         )
 
 
-def check_weights(config: EngineConfig, world_size: int) -> None:
-    """Raise ConfigError unless ``shards`` has a weight for each rank, if it has any."""
-    if config.has_weights and len(config.shards) != world_size:
+def check_job(world: World, params: Collection[nn.Parameter], *, config: EngineConfig) -> None:
+    """Raise ConfigError unless ``shards`` has a weight for each rank, if it has any, and for
+    devices as ``check_devices`` does (collective).
+    """
+    if config.has_weights and len(config.shards) != world.size:
         raise ConfigError(
-            f"shards has {len(config.shards)} weights for {world_size} ranks; give one for each",
+            f"shards has {len(config.shards)} weights for {world.size} ranks; give one for each",
             code="settings-contradict",
         )
-
-
-def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConfig) -> Cutting:
-    """How buckets are cut for the optimizer. Raises ConfigError if it cannot be served."""
-    if not config.has_buckets(world_size):
-        if adapts_its_groups(optimizer):
-            return "even"  # it sees all parameters at once here
-        require_steady(optimizer)  # what cannot run on several ranks is refused on one already
-        require_separable(optimizer)
-        require_copied_gradients(optimizer)
-        if config.is_sparse:
-            require_linear(optimizer, config.compress)
-        return "even"
-    tried = host_twin(optimizer) if config.update_on == "host" else optimizer
-    require_steady(tried)
-    shards = _require_shards(tried, config)
-    require_copied_gradients(tried)
-    if config.is_sparse:
-        require_linear(tried, config.compress)
-    return shards
-
-
-def _require_shards(optimizer: Optimizer, config: EngineConfig) -> Cutting:
-    """How buckets are cut. Raises ConfigError for an optimizer that does not work so."""
-    if config.gather == "gradients":
-        require_separable(optimizer)
-        return "even"
-    is_on_host = device_of_optimizer(optimizer).type == "cpu"
-    if config.shards != "whole":
-        try:
-            require_elementwise(optimizer)
-            return config.shards if config.has_weights else "even"
-        except ConfigError as error:
-            may_own = config.shards == "auto" and config.can_own_tensors and is_on_host
-            if not may_own or error.code not in _MAY_BE_TENSORWISE:
-                raise
-    require_separable(optimizer)
-    require_tensorwise(optimizer)
-    return "whole"
-
-
-_MAY_BE_TENSORWISE = ("optimizer-needs-whole-tensors", "trial-step-failed")
-
-
-def find_resident_scalars(
-    optimizer: Optimizer, *, world_size: int, config: EngineConfig
-) -> tuple[frozenset[str], ...]:
-    """By group, names of the state's scalars that lie where the parameters are; none without
-    buckets.
-    """
-    return resident_scalars(optimizer) if config.has_buckets(world_size) else ()
+    check_devices(world, params, config=config)
 
 
 NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})
@@ -280,3 +225,35 @@ def _name(
             taken.add(name)
         names[param] = known.get(param, name)
     return {param: name for param, name in names.items() if param.numel()}
+
+
+class _Claims:
+    """Claims last until they are released, or neither optimizer nor model refers to the engine."""
+
+    engines: ClassVar[MutableMapping[Tensor, ReferenceType[object]]] = WeakTensorKeyDictionary()
+
+
+def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
+    """Raise ConfigError if an engine in use has one of the parameters."""
+    for param, name in names.items():
+        engine = _Claims.engines.get(param)
+        if engine is not None and engine() is not None:
+            raise ConfigError(
+                f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
+                "call close() on that one before making this one, or give each its own parameters",
+                code="parameter-taken",
+            )
+
+
+def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
+    """Mark the parameters as those of ``engine``, which is not kept alive by it."""
+    for param in names:
+        _Claims.engines[param] = ref(engine)
+
+
+def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
+    """Take the marks of ``engine`` off again; those of another that came after it stay."""
+    for param in names:
+        holder = _Claims.engines.get(param)
+        if holder is not None and holder() is engine:
+            del _Claims.engines[param]

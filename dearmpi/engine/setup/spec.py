@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
-from weakref import ReferenceType, ref
+from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import nn
 
 from dearmpi.config import EngineConfig
-from dearmpi.device.route_choice import check_devices
 from dearmpi.engine.setup.checks import (
     NOT_KNOWN,
-    check_optimizer,
+    check_job,
     check_parameters,
-    check_weights,
-    find_resident_scalars,
+    check_unclaimed,
     optimized_parameters,
 )
 from dearmpi.engine.setup.context import TrainingContext
+from dearmpi.engine.setup.optimizer_checks import (
+    check_optimizer,
+    check_same_cutting,
+    find_resident_scalars,
+)
 from dearmpi.engine.setup.ownership import cut_buckets, find_costs
 from dearmpi.engine.state.options import check_alike
 from dearmpi.engine.sync.refused_models import (
@@ -33,7 +34,6 @@ from dearmpi.engine.sync.refused_models import (
     refuse_unaveraged,
     refuse_wrappers,
 )
-from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout, build_layout, fuse_by_cap, spec_of
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.schedule import Conduct, Schedule, build_schedule
@@ -79,8 +79,7 @@ def make_spec(
     known = NOT_KNOWN if in_use is None else in_use.names
     optimizer, model, world = context.optimizer, context.model, context.world
     names = optimized_parameters(optimizer, model, known)
-    check_weights(config, world.size)
-    check_devices(world, names, config=config)
+    check_job(world, names, config=config)
     layout = lay_out(names, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
         schedule, config = plan.schedule, replace(config, window=plan.window)
@@ -91,13 +90,8 @@ def make_spec(
     refuse_unaveraged(model.named_buffers(), config.buffers)
     shards = check_optimizer(optimizer, world_size=world.size, config=config)
     config = replace(config, shards=shards)
-    if in_use is not None and in_use.config.shards != shards:
-        raise ConfigError(
-            f"buckets are cut by shards={in_use.config.shards!r}, but the options of the "
-            f"optimizer need {shards!r} by now, which its state cannot follow; make a new "
-            "DistributedOptimizer",
-            code="settings-contradict",
-        )
+    if in_use is not None:
+        check_same_cutting(in_use.config.shards, shards)
     costs: Mapping[str, float] = {}
     if shards == "whole":
         costs = find_costs(context, names, known={} if in_use is None else in_use.costs)
@@ -168,35 +162,3 @@ def add_parameters(param_group: dict[str, Any], in_use: EngineSpec) -> None:
     except BaseException:
         optimizer.param_groups.pop()
         raise
-
-
-class _Claims:
-    """Claims last until they are released, or neither optimizer nor model refers to the engine."""
-
-    engines: ClassVar[MutableMapping[Tensor, ReferenceType[object]]] = WeakTensorKeyDictionary()
-
-
-def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
-    """Raise ConfigError if an engine in use has one of the parameters."""
-    for param, name in names.items():
-        engine = _Claims.engines.get(param)
-        if engine is not None and engine() is not None:
-            raise ConfigError(
-                f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
-                "call close() on that one before making this one, or give each its own parameters",
-                code="parameter-taken",
-            )
-
-
-def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
-    """Mark the parameters as those of ``engine``, which is not kept alive by it."""
-    for param in names:
-        _Claims.engines[param] = ref(engine)
-
-
-def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
-    """Take the marks of ``engine`` off again; those of another that came after it stay."""
-    for param in names:
-        holder = _Claims.engines.get(param)
-        if holder is not None and holder() is engine:
-            del _Claims.engines[param]

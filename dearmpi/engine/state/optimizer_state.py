@@ -32,9 +32,8 @@ from dearmpi.engine.state.sharded_state import (
 )
 from dearmpi.engine.update.master import MASTER, OWED, dtype_of_copy, is_half
 from dearmpi.engine.update.shard_update import UpdateSet
-from dearmpi.engine.update.update import clone, read_options
+from dearmpi.engine.update.update import clone, is_changed_by, read_options
 from dearmpi.errors import UsageError
-from dearmpi.torch_internals import version_of
 
 MODES = frozenset(("train", "eval"))
 
@@ -167,9 +166,8 @@ class OptimizerState:
         whole = gather_state(world, self.updates.of_buckets)
         state = {param: whole[name] for param, name in self.names.items() if whole.get(name)}
         held = [v for entries in state.values() for v in entries.values() if isinstance(v, Tensor)]
-        versions = [version_of(tensor) for tensor in held]
-        act(clone(optimizer, optimizer.param_groups, defaultdict(dict, state)))
-        if versions != [version_of(tensor) for tensor in held]:
+        twin = clone(optimizer, optimizer.param_groups, defaultdict(dict, state))
+        if is_changed_by(lambda: act(twin), held):
             raise UsageError(
                 f"{name} changes the optimizer's state, which lies in the buckets' updates and "
                 "stays as it was; train without dearmpi, or with a method that changes parameters "

@@ -9,7 +9,7 @@ its own: over this rank's shard (``ShardUpdate``), over the bucket's whole param
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.update.master import OWED, MasterCopy, MasterRule
-from dearmpi.torch_internals import plain_step
+from dearmpi.torch_internals import plain_step, version_of
 
 Options = Sequence[Mapping[str, Any]]
 
@@ -102,6 +102,13 @@ def step_on(
     for tensor in given:
         tensor.requires_grad_(False)
         tensor.grad = None
+
+
+def is_changed_by(act: Callable[[], object], tensors: Sequence[Tensor]) -> bool:
+    """Whether ``act`` writes to one of ``tensors``."""
+    versions = [version_of(tensor) for tensor in tensors]
+    act()
+    return versions != [version_of(tensor) for tensor in tensors]
 
 
 def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:
