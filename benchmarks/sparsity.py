@@ -146,7 +146,7 @@ class Reducer:
         self._num_steps += 1
         shards = [one.gradients.shard.clone() for one in self._buckets]
         for one, codec in zip(self._buckets, self._codecs, strict=True):
-            codec.commit(one)
+            codec.commit(one, is_final=True)
         return torch.cat(shards)[: self._numel].div_(RANKS)
 
 

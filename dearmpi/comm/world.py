@@ -148,6 +148,11 @@ class World:
         return self.rank == 0
 
     @property
+    def is_group(self) -> bool:
+        """Whether it is a group of the job's ranks."""
+        return self._parent is not None
+
+    @property
     def has_progress_thread(self) -> bool:
         """Whether there are other ranks, and a thread of its own completes communication."""
         return self.size > 1 and self.progress.mode == "thread"

@@ -284,6 +284,7 @@ class LocalOptimizer(Readings):
         merges = self._under_way
         return {
             "num_steps": self.num_steps,
+            "is_local": self._dense is None,
             "world_size": self.world.size,
             "merges": None if merges is None else {"names": list(merges.names), "due": merges.due},
         }
@@ -411,6 +412,8 @@ class LocalOptimizer(Readings):
         compare_ranks(self.world, step, code="ranks-loaded-different-states")
         is_own = self.world.all_reduce([float(is_own)], "min")[0] > 0
         self.synchronize()
+        has_own_state = bool(local.get("is_local")) and bool(state_dict["state"])
+        self._refuse_other_phase(int(local["num_steps"]), has_own_state)
         self.num_steps = int(local["num_steps"])
         if self._dense is not None and self.num_steps >= self.sync_after:
             self._dense.close()
@@ -451,6 +454,23 @@ class LocalOptimizer(Readings):
                     code="state-of-other-model",
                 )
         return dict(local)
+
+    def _refuse_other_phase(self, num_steps: int, has_own_state: bool) -> None:
+        """Raise CheckpointError for a state that the phase of its step cannot take up."""
+        is_dense = num_steps < self.sync_after
+        if is_dense and self._dense is None:
+            raise CheckpointError(
+                f"the state is of step {num_steps}, of the dense phase, which ended here at step "
+                f"{self.sync_after}; load it into a new LocalOptimizer",
+                code="state-of-other-model",
+            )
+        if is_dense and has_own_state:
+            raise CheckpointError(
+                f"the state is of step {num_steps} and of ranks that trained alone, each with an "
+                f"inner optimizer's state of its own, but sync_after "
+                f"is {self.sync_after} here; give sync_after={num_steps} or fewer",
+                code="state-of-other-model",
+            )
 
     def _refuse_closed(self, what: str) -> None:
         if self._is_closed:

@@ -115,9 +115,12 @@ def own_entries(entries: Entries, rank: int) -> tuple[Tensor | None, dict[str, A
 
 
 def mean_entries(entries: Entries, size: int) -> dict[str, Any]:
-    """The mean of the inner optimizer's state over ``size`` ranks; of what has none, rank 0's."""
+    """The mean of the inner optimizer's state over those of ``size`` ranks that have it; of what
+    has no mean, the first one's.
+    """
     of_ranks = [own_entries(entries, rank)[1] for rank in range(size)]
-    return {key: _mean([one[key] for one in of_ranks if key in one]) for key in of_ranks[0]}
+    keys = dict.fromkeys(key for one in of_ranks for key in one)
+    return {key: _mean([one[key] for one in of_ranks if key in one]) for key in keys}
 
 
 def _mean(values: Sequence[Any]) -> Any:

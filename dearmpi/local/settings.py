@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from numbers import Real
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +20,8 @@ def check_numbers(sync_every: int, sync_after: int, lr: float, momentum: float) 
     """Raise ConfigError for numbers out of range."""
     check_count("sync_every", sync_every, 1)
     check_count("sync_after", sync_after, 0)
+    _check_number("outer_lr", lr)
+    _check_number("outer_momentum", momentum)
     if not 0 < lr < math.inf:
         raise ConfigError(f"outer_lr is {lr}; it must be above 0", code="out-of-range")
     if not 0 <= momentum < 1:
@@ -27,8 +30,16 @@ def check_numbers(sync_every: int, sync_after: int, lr: float, momentum: float) 
         )
 
 
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ConfigError(
+            f"{name} is {value!r}, of type {type(value).__name__}; give a number", code="wrong-type"
+        )
+
+
 def check_mix(mix: float, delay: int) -> float:
     """``mix``, which has no meaning without ``delay``. Raises ConfigError for another one."""
+    _check_number("mix", mix)
     if not 0 <= mix < 1:
         raise ConfigError(f"mix is {mix}; it must be at least 0 and below 1", code="out-of-range")
     if mix and not delay:

@@ -29,6 +29,7 @@ OTHER_VALUES: dict[str, Any] = {
     "master_weights": True,
     "check_every": 3,
     "buffers": "average",
+    "shards": "even",
 }
 OF_COMPRESS = ("density", "error_feedback", "compress_after", "powersgd_rank")  # of no effect alone
 

@@ -57,12 +57,14 @@ class Codec(Protocol):
         """Whether there is some, between two steps; the same on all ranks."""
         ...
 
-    def commit(self, bucket: BucketRuntime) -> None:
-        """No caller may skip the step any more: keep what was not sent. Before the update."""
+    def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
+        """Keep what was not sent. is_final: no caller may skip the step any more; False: a further
+        backprop follows, with which this may be discarded.
+        """
         ...
 
     def discard(self) -> None:
-        """The gradients that were reduced last are discarded: keep what was kept before."""
+        """All that was reduced since the last step is discarded: keep what was kept before."""
         ...
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
@@ -88,7 +90,7 @@ class StatelessCodec:
     def check(self, bucket: BucketRuntime) -> None:
         """All numbers can be carried."""
 
-    def commit(self, bucket: BucketRuntime) -> None:
+    def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
         """All was sent."""
 
     def discard(self) -> None:
@@ -138,9 +140,9 @@ class DenseFirst:
         """As the one in use does."""
         self._now.check(bucket)
 
-    def commit(self, bucket: BucketRuntime) -> None:
+    def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
         """As the one in use does."""
-        self._now.commit(bucket)
+        self._now.commit(bucket, is_final=is_final)
 
     def discard(self) -> None:
         """As the codec does."""

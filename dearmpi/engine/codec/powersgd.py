@@ -91,7 +91,9 @@ class Factors:
         most = num_others + sum(max(matrix.shape) * rank for matrix in self.matrices)
         self.shard_numel = math.ceil(most / spec.world_size)
         self.numel = self.shard_numel * spec.world_size
-        self.pays = self.numel * _LEAST_RATIO <= spec.numel
+        # The last ranks' shards may be shorter than the others'.
+        least = spec.numel - (spec.world_size - 1) * spec.largest_shard
+        self.pays = self.numel * _LEAST_RATIO <= spec.numel and self.shard_numel <= least
         self.are_unpacked = False
         self.restart()
 
@@ -166,6 +168,7 @@ class PowerReduce(StatelessCodec):
         self._algorithm, self._factors = algorithms, factors
         self._residual: Tensor | None = None
         self._next: Tensor | None = None
+        self._before: tuple[Tensor | None, BucketRuntime, Tensor | None] | None = None
         self._is_reduced = self.owes = False
         self._is_finite = True
         spec = bucket.spec
@@ -197,8 +200,13 @@ class PowerReduce(StatelessCodec):
         own[:shard] = total[collectives.rank * shard : (collectives.rank + 1) * shard]
         self._is_reduced = True
 
-    def commit(self, bucket: BucketRuntime) -> None:
+    def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
         """Of numbers that are not finite nothing is kept."""
+        if is_final:
+            self._before = None
+        elif self._before is None:
+            kept = None if self._residual is None else self._residual.clone()
+            self._before = kept, bucket, bucket.owed
         if not self._is_reduced:
             return
         assert self._next is not None
@@ -208,8 +216,12 @@ class PowerReduce(StatelessCodec):
             self._residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def discard(self) -> None:
-        """What was kept before stays."""
+        """What was kept before the iteration stays."""
         self._is_reduced = False
+        if self._before is not None:
+            self._residual, bucket, owed = self._before
+            bucket.owed = owed
+            self._before, self.owes = None, self._residual is not None
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         """Bring the residuals' mean to all ranks, for their next reduction (collective)."""
@@ -226,7 +238,8 @@ class PowerReduce(StatelessCodec):
 
     def forget(self) -> None:
         """Begin anew."""
-        self._residual, self._next, self._is_reduced, self.owes = None, None, False, False
+        self._residual = self._next = self._before = None
+        self._is_reduced = self.owes = False
         self._factors.restart()
 
 
@@ -272,9 +285,10 @@ def _orthonormal(rows: Tensor) -> Tensor:
     bits: by Gram-Schmidt in fp64, each row twice.
     """
     basis = rows.to(torch.float64, copy=True)
-    least = _LEAST_NORM * float(torch.linalg.vector_norm(basis, math.inf))
+    largest = float(torch.linalg.vector_norm(basis, math.inf))
     generator = torch.Generator().manual_seed(0)
     for index, row in enumerate(basis):
+        least = _LEAST_NORM * largest
         for _ in range(_MOST_DRAWS):
             for _ in range(2):
                 row -= basis[:index].t() @ (basis[:index] @ row)
@@ -284,5 +298,5 @@ def _orthonormal(rows: Tensor) -> Tensor:
                 break
             drawn = torch.randn(len(row), generator=generator, dtype=torch.float64, device="cpu")
             row.copy_(drawn)
-            least = 0.0
+            least = _LEAST_NORM  # of numbers about 1
     return basis.to(rows.dtype)

@@ -39,6 +39,7 @@ class ErrorFeedback:
         self._size = world_size
         self._residual: Tensor | None = None
         self._reduced: tuple[Sent, int, Tensor] | None = None
+        self._before: tuple[Tensor | None] | None = None  # the residual of the last step
 
     def add_to(self, data: Tensor) -> None:
         """Add the residual to gradients that are about to be sent."""
@@ -54,11 +55,15 @@ class ErrorFeedback:
         self._reduced = sent, rank, own.clone() if self.keeps else own
         return own.zero_()
 
-    def commit(self, data: Tensor) -> bool:
+    def commit(self, data: Tensor, *, is_final: bool) -> bool:
         """Keep what was not sent; of numbers that are not finite nothing is kept.
 
-        Returns whether anything was sent since the last commit.
+        is_final: it cannot be discarded. Returns whether anything was sent since the last commit.
         """
+        if is_final:
+            self._before = None
+        elif self._before is None:
+            self._before = (None if self._residual is None else self._residual.clone(),)
         if self._reduced is None:
             return False
         (sent, rank, own), self._reduced = self._reduced, None
@@ -75,8 +80,11 @@ class ErrorFeedback:
         return True
 
     def discard(self) -> None:
-        """What was sent last does not count."""
+        """What was sent since the last step does not count."""
         self._reduced = None
+        if self._before is not None:
+            (self._residual,), self._before = self._before, None
+            self.owes = self._residual is not None
 
     def squares(self) -> tuple[float, float]:
         """Squared norms of the residual, and of what the last step has sent."""
@@ -103,4 +111,4 @@ class ErrorFeedback:
 
     def forget(self) -> None:
         """Begin anew."""
-        self._residual, self._reduced, self.owes = None, None, False
+        self._residual, self._reduced, self._before, self.owes = None, None, None, False

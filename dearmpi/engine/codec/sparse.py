@@ -83,9 +83,9 @@ class SparseReduce(StatelessCodec):
         finite = math.isfinite(float(data.sum()))
         yield from self.reduce(data.view(self._size, -1), collectives, finite=finite)
 
-    def commit(self, bucket: BucketRuntime) -> None:
+    def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
         """Keep what was not sent."""
-        if self.feedback.commit(bucket.gradients.data):
+        if self.feedback.commit(bucket.gradients.data, is_final=is_final):
             self.turn += 1
 
     def discard(self) -> None:

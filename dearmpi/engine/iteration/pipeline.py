@@ -130,8 +130,8 @@ class Pipeline:
         return all(buckets[index].state is last for index in self._state.iteration.active)
 
     def commit(self, bucket: BucketRuntime) -> None:
-        """What was reduced of ``bucket`` counts, whatever follows."""
-        self._codecs.reduce[bucket.index].commit(bucket)
+        """What was reduced of ``bucket`` counts, unless all of the iteration is discarded."""
+        self._codecs.reduce[bucket.index].commit(bucket, is_final=False)
 
     def discard_reduced(self) -> None:
         """The gradients that were reduced last are discarded."""

@@ -130,7 +130,7 @@ class UpdateStage(StageOperation):
         assert options is not None, "an update waits for its options"
         with self._state.comm_stream.running():
             self._reduced_by.check(bucket)
-            self._reduced_by.commit(bucket)
+            self._reduced_by.commit(bucket, is_final=True)
             with self._state.spans.update(bucket.spec):
                 self._update.step(options, self._unused())
             self._gathered_by.check(bucket)

@@ -120,9 +120,11 @@ class OptimizerState:
         if self.updates.masters.weights or self.updates.is_divided:
             return False
         states = read_whole(self.updates.of_buckets)
+        lost = [name for name, entries in states.items() if entries.pop(OWED, None) is not None]
         for param, name in self.names.items():
-            if name in states:
+            if states.get(name):
                 self.optimizer.state[param] = states[name]
+        _warn_of_lost(lost)
         return True
 
     def describe_options(self) -> str:
@@ -184,13 +186,7 @@ class OptimizerState:
                     if not updates.of_buckets and OWED in state[param]:
                         lost.append(name)
                         del state[param][OWED]
-        if lost:
-            warnings.warn(
-                f"the state of {len(lost)} parameters, such as {lost[0]}, has gradients that ranks "
-                "had not sent, as with compress 'powersgd'; they are left out here, since nothing "
-                "takes them up on one rank",
-                stacklevel=2,
-            )
+        _warn_of_lost(lost)
         if self.is_held:
             states = {n: dict(state[p]) for p, n in self.names.items() if p in state}
             tried = host_twin(self.optimizer) if updates.on_host else self.optimizer
@@ -232,3 +228,13 @@ def _widen(value: Any, param: Tensor) -> Any:
 def _stand_in(param: Tensor) -> Tensor:
     """Something in host memory, of which it takes none, as wide as the master copy of ``param``."""
     return torch.zeros((), dtype=dtype_of_copy(param), device="cpu").expand(param.shape)
+
+
+def _warn_of_lost(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"the state of {len(names)} parameters, such as {names[0]}, has gradients that ranks "
+            "had not sent, as with compress 'powersgd'; they are left out here, since nothing "
+            "takes them up on one rank, or after close()",
+            stacklevel=3,
+        )

@@ -49,12 +49,19 @@ class SyncBatchNorm(BatchNorm):
         **newer: Any,
     ) -> None:
         """As ``torch.nn.BatchNorm2d``. world: by default the one that this process was launched
-        into. newer: what not every version of torch takes, such as ``bias``.
+        into, or that of the ``DistributedOptimizer`` which trains the layer. newer: what not every
+        version of torch takes, such as ``bias``.
         """
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device, dtype, **newer
         )
         self._world: World | None = choose_world(world)
+        self._is_chosen, self._is_of_group = world is not None, self._world.is_group
+
+    def join_world(self, world: World) -> None:
+        """Take ``world``, unless another one was given, or another optimizer has done so."""
+        if not self._is_chosen:
+            self._world, self._is_chosen, self._is_of_group = world, True, world.is_group
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, world: World | None = None) -> nn.Module:
@@ -69,6 +76,13 @@ class SyncBatchNorm(BatchNorm):
                 f"with C = {self.num_features}"
             )
         if self.training and self._world is None:  # read from a file
+            if self._is_of_group:
+                raise ConfigError(
+                    f"the layer {self.layer_name or 'SyncBatchNorm'} was saved on a group of "
+                    "ranks, and knows no group here; give its model to DistributedOptimizer(..., "
+                    "world=group), or to convert_sync_batchnorm(model, group), before it trains",
+                    code="settings-contradict",
+                )
             self._world = connect()
         if not self.training or self._world is None or self._world.size == 1:
             plain: Tensor = super().forward(input)
@@ -83,7 +97,7 @@ class SyncBatchNorm(BatchNorm):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: the layer that is read connects when it trains."""
-        return {**self.__dict__, "_world": None}
+        return {**self.__dict__, "_world": None, "_is_chosen": False}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """A copy with parameters and buffers of its own, in the same world."""
@@ -118,17 +132,21 @@ def convert_sync_batchnorm(model: nn.Module, world: World | None = None) -> nn.M
     replaced, for layers that do more.
     """
     _refuse_more(model)
-    world = choose_world(world)
+    choose_world(world)
     converted = _convert(model, world, {})
     name_layers(converted)
     return converted
 
 
-def name_layers(model: nn.Module) -> None:
-    """Have the ``SyncBatchNorm`` layers of ``model`` known by their names in it."""
+def name_layers(model: nn.Module, world: World | None = None) -> None:
+    """Have the ``SyncBatchNorm`` layers of ``model`` known by their names in it, and those that
+    were given no world average over ``world``.
+    """
     for name, module in model.named_modules():
         if isinstance(module, SyncBatchNorm):
             module.layer_name = name
+            if world is not None:
+                module.join_world(world)
 
 
 def refuse_join(model: nn.Module) -> None:
@@ -162,7 +180,9 @@ def _refuse_more(model: nn.Module) -> None:
             )
 
 
-def _convert(module: nn.Module, world: World, converted: dict[nn.Module, nn.Module]) -> nn.Module:
+def _convert(
+    module: nn.Module, world: World | None, converted: dict[nn.Module, nn.Module]
+) -> nn.Module:
     """``converted``: what has become of modules, which may stand in several places."""
     if module not in converted:
         converted[module] = _twin_of(module, world)
@@ -174,7 +194,7 @@ def _convert(module: nn.Module, world: World, converted: dict[nn.Module, nn.Modu
     return converted[module]
 
 
-def _twin_of(module: nn.Module, world: World) -> nn.Module:
+def _twin_of(module: nn.Module, world: World | None) -> nn.Module:
     """What stands in place of ``module`` alone."""
     if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
         twin = SyncBatchNorm(

@@ -41,7 +41,7 @@ class BufferExchange:
 
         ``SyncBatchNorm`` layers get to know their names, for errors.
         """
-        name_layers(model)
+        name_layers(model, world)
         self._model, self._how = model, how
         self._rank, self._hosts = world.rank, world.hosts
         self._channel: Channel | None = None

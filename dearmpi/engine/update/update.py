@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.update.master import OWED, MasterCopy, MasterRule
 from dearmpi.torch_internals import plain_step, version_of
 
@@ -216,6 +217,8 @@ class WholeUpdate:
                     self._owed(slot).zero_()
                 members.setdefault(self._groups[slot], []).append(alias)
         step_on(self._optimizer, options, members)
+        if not unused and not self.bucket.travels_as_factors:
+            self.bucket.owed = None
         for slot in self._masters.keys() - unused:
             self._masters[slot].publish()
 
@@ -229,8 +232,8 @@ class WholeUpdate:
         if self.bucket.owed is None and makes:
             self.bucket.owed = torch.zeros_like(self.bucket.gradients.data)
         assert self.bucket.owed is not None
-        placed, alias = self.bucket.spec.placements[slot], self._aliases[slot]
-        return self.bucket.owed[placed.start : placed.stop].view(alias.shape)
+        start = self.bucket.spec.placements[slot].start
+        return shaped_like(self.bucket.params[slot].detach(), self.bucket.owed, start)
 
     def states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by parameter name; what the bucket owes stands among it."""
@@ -258,7 +261,7 @@ class WholeUpdate:
             state = states.get(self.bucket.spec.names[slot], {})
             state = beside(state, alias, self._scalars[self._groups[slot]])
             if (owed := state.pop(OWED, None)) is not None:
-                self._owed(slot, makes=True).copy_(owed.view(alias.shape))
+                self._owed(slot, makes=True).copy_(owed)
             if slot in self._masters:
                 self._masters[slot].restore(state)
             if state:

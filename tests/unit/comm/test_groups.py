@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dearmpi import DistributedOptimizer
+from dearmpi import DistributedOptimizer, SyncBatchNorm
 from dearmpi.comm.watchdog.waits import Status
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, MismatchError
@@ -96,6 +97,30 @@ def test_two_optimizers_train_on_two_groups_at_once() -> None:
         row_mean, column_mean = 1.5 + 2 * (rank // 2), 2.0 + rank % 2
         assert torch.equal(by_row, torch.full((3, 4), -3 * row_mean, dtype=torch.float64))
         assert torch.equal(by_column, torch.full((3, 4), -3 * column_mean, dtype=torch.float64))
+
+
+def test_batch_normalisation_is_over_the_group_that_trains_it() -> None:
+    def body(world: World) -> tuple[float, float]:
+        group = world.split(world.rank // 2)
+        assert group is not None
+        model = nn.Sequential(SyncBatchNorm(1, world=group))
+        saved = BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        read = torch.load(saved, weights_only=False)
+        with raises(ConfigError, "settings-contradict", "world=group"):
+            read(torch.zeros(2, 1))
+        optimizer = torch.optim.SGD(read.parameters(), lr=0.1)
+        distributed = DistributedOptimizer(optimizer, read, world=group)
+        for layer in (model, read):
+            layer(torch.tensor([[0.0], [2.0]]) + world.rank)
+        distributed.close()
+        means = [float(layer.get_buffer("0.running_mean")) for layer in (model, read)]
+        return means[0], means[1]
+
+    for rank, found in enumerate(run_ranks(4, body)):
+        mean = 1.5 + 2 * (rank // 2)
+        assert found == pytest.approx((0.1 * mean, 0.1 * mean))
 
 
 def test_ranks_that_ask_for_different_groups_are_told_on_all() -> None:

@@ -251,7 +251,7 @@ def test_an_optimizer_that_needs_whole_tensors_in_one_group_only_is_refused(firs
         groups = [{"params": [one], "whole": first}, {"params": [other], "whole": not first}]
         return Hybrid(groups, lr=0.1)
 
-    assert "gather='gradients'" in refused(build, gather="parameters")
+    assert "gather='gradients'" in refused(build, gather="parameters", shards="even")
 
 
 def test_settings_that_do_not_exist_are_refused_with_those_that_do() -> None:

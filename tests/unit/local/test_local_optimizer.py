@@ -434,6 +434,45 @@ def test_a_state_is_loaded_with_another_dense_phase(before: int, after: int) -> 
     run_ranks(2, train)
 
 
+def test_a_state_that_the_phase_cannot_take_up_is_refused() -> None:
+    """Else ranks would train alone in silence, or from states that differ."""
+
+    def train(world: World) -> None:
+        model = build_model("dense")
+        optimizer = Case(inner=sgd).optimizer(model, world, sync_after=2)
+        saved = copy.deepcopy(optimizer.state_dict())
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step, world.rank)
+            optimizer.step()
+        with raises(CheckpointError, "state-of-other-model", "dense phase", 2):
+            optimizer.load_state_dict(saved)
+        optimizer.close()
+        trained = build_model("dense")
+        local = Case(inner=adamw).optimizer(trained, world)
+        other = Case(inner=adamw).optimizer(build_model("dense"), world, sync_after=9)
+        backward(trained, 0, world.rank)
+        local.step()
+        with raises(CheckpointError, "state-of-other-model", "sync_after", 9):
+            other.load_state_dict(copy.deepcopy(local.state_dict()))
+        local.close()
+        other.close()
+
+    run_ranks(2, train)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"outer_lr": "0.7"}, {"outer_lr": True}, {"outer_momentum": None}, {"mix": "0", "delay": 1}],
+)
+def test_what_is_no_number_is_refused(settings: dict[str, Any]) -> None:
+    def train(world: World) -> None:
+        with raises(ConfigError, "wrong-type"):
+            Case(inner=sgd).optimizer(build_model("dense"), world, **settings)
+
+    run_ranks(2, train)
+
+
 @pytest.mark.parametrize(
     ("model", "config", "progress"),
     [

@@ -78,7 +78,7 @@ def sparse(numel: int, *, keeps: bool) -> Reduce:
                 pass
         shards = [bucket.gradients.shard.clone() for bucket in buckets]
         for bucket, codec in zip(buckets, codecs, strict=True):
-            codec.commit(bucket)
+            codec.commit(bucket, is_final=True)
         return torch.cat(shards)[:numel]
 
     return reduce

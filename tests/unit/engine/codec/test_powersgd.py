@@ -149,9 +149,11 @@ def test_gradients_of_low_rank_come_whole_after_two_steps() -> None:
 
 def test_bases_are_orthonormal_whatever_they_are_made_of() -> None:
     repeated = torch.ones(3, 20)
-    for rows in (torch.zeros(3, 20), repeated, torch.randn(3, 20), 1e-30 * torch.randn(3, 20)):
+    many = [torch.ones(16, 97), torch.ones(8, 97), torch.arange(8.0)[:, None] * torch.ones(97)]
+    tiny = 1e-30 * torch.randn(3, 20)
+    for rows in (torch.zeros(3, 20), repeated, torch.randn(3, 20), tiny, *many):
         basis = powersgd._orthonormal(rows)
-        torch.testing.assert_close(basis @ basis.t(), torch.eye(3), rtol=0, atol=1e-6)
+        torch.testing.assert_close(basis @ basis.t(), torch.eye(len(rows)), rtol=0, atol=1e-6)
         kept = rows @ basis.t() @ basis
         torch.testing.assert_close(kept, rows, rtol=1e-5, atol=1e-35)
 
@@ -226,14 +228,16 @@ def test_a_second_backprop_adds_up(reads: bool) -> None:
         torch.testing.assert_close(owed_and_done(one), mean_of(range(4), 2), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("way", ["dropped", "unused", "not finite"])
+@pytest.mark.parametrize("way", ["dropped", "dropped twice", "unused", "not finite"])
 def test_what_does_not_count_changes_nothing_that_is_owed(way: str) -> None:
     def body(world: World) -> Any:
         model, optimizer = start(world)
         take_step(world, model, optimizer, 0)
         optimizer.zero_grad()
-        if way == "dropped":
+        if way.startswith("dropped"):
             model(gradient_of(99, world.rank)).backward()
+            if way == "dropped twice":
+                model(gradient_of(98, world.rank)).backward()
             optimizer.zero_grad()
         elif way == "unused":
             model.bias.sum().backward()
@@ -302,3 +306,71 @@ def test_what_has_no_large_matrix_travels_as_it_is() -> None:
 
     for weight in run_ranks(2, body):
         assert torch.equal(weight, torch.full((3, 3), -1.5, dtype=torch.float64))
+
+
+def test_what_is_owed_has_its_parameters_order_in_memory() -> None:
+    """Channels last: what waits while no rank uses the parameter comes to its own elements."""
+
+    def body(world: World) -> Tensor:
+        conv = nn.Conv2d(8, 16, 3, bias=False, dtype=torch.float64)
+        other = nn.Linear(2, 2, bias=False, dtype=torch.float64)
+        nn.init.zeros_(conv.weight)
+        conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = nn.ModuleList([conv, other])
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, world=world, **POWER)
+        generator = torch.Generator().manual_seed(world.rank)
+        gradient = torch.randn(16, 8, 3, 3, generator=generator, dtype=torch.float64)
+        ((conv.weight * gradient).sum() + other.weight.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        other.weight.sum().backward()
+        optimizer.step()
+        state = optimizer.state_dict()["state"][0]
+        optimizer.close()
+        owed: Tensor = state["owed"] - conv.weight.detach()
+        return owed
+
+    gradients = [
+        torch.randn(16, 8, 3, 3, generator=torch.Generator().manual_seed(r), dtype=torch.float64)
+        for r in range(2)
+    ]
+    for found in run_ranks(2, body):
+        mean = (gradients[0] + gradients[1]) / 2
+        torch.testing.assert_close(found, mean, rtol=0, atol=1e-10)
+
+
+def test_the_last_ranks_shard_may_be_too_short_for_factors() -> None:
+    """On 25 ranks the last has one element of the bucket: it travels as it is."""
+
+    def body(world: World) -> Tensor:
+        matrix, number = nn.Parameter(torch.zeros(20, 30)), nn.Parameter(torch.zeros(1))
+        model = nn.ParameterList([matrix, number])
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, world=world, **POWER)
+        (matrix.sum() + number.sum()).backward()
+        optimizer.step()
+        optimizer.close()
+        return matrix.detach()
+
+    for weight in run_ranks(25, body):
+        assert torch.equal(weight, torch.full((20, 30), -1.0))
+
+
+def test_after_close_the_optimizer_goes_on_without_what_was_owed() -> None:
+    def body(world: World) -> None:
+        used, unused = nn.Linear(9, 8, bias=False), nn.Linear(9, 8, bias=False)
+        model = nn.ModuleList([used, unused])
+        inner = torch.optim.Adam(model.parameters())
+        optimizer = DistributedOptimizer(inner, model, world=world, **POWER)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (used.weight * torch.randn(8, 9)).sum().backward()
+            optimizer.step()
+        optimizer.close()
+        unused.weight.sum().backward()
+        inner.step()
+        assert all("owed" not in entries for entries in inner.state.values())
+
+    with pytest.warns(UserWarning, match="had not sent"):
+        run_ranks(2, body)

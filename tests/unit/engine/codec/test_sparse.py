@@ -441,13 +441,23 @@ def test_a_rank_that_reads_its_state_alone_is_told(read: str) -> None:
         run_ranks(2, rank)
 
 
-@pytest.mark.parametrize("settings", [{"gather": "gradients"}, {"size": 1}])
-def test_what_is_owed_is_not_left_out_in_silence(settings: dict[str, Any]) -> None:
+def test_what_is_owed_is_not_left_out_in_silence() -> None:
     sparse: dict[str, Any] = {"compress": "random-k", "density": 0.1}
     start = run_ranks(2, lambda w: train_on_whole_numbers(w, range(5), **sparse))[0]
-    size = settings.pop("size", 2)
     with pytest.warns(UserWarning, match="had not sent"):
-        run_ranks(size, lambda w: train_on_whole_numbers(w, range(5, 6), start, **settings))
+        run_ranks(1, lambda w: train_on_whole_numbers(w, range(5, 6), start))
+
+
+def test_every_rank_takes_up_what_is_owed_where_gradients_are_gathered() -> None:
+    sparse: dict[str, Any] = {"compress": "random-k", "density": 0.1}
+    start = run_ranks(2, lambda w: train_on_whole_numbers(w, range(5), **sparse))[0]
+    owed = start[1]["state"][0]["owed"]
+    for model, state in run_ranks(
+        2, lambda w: train_on_whole_numbers(w, range(5, 6), start, gather="gradients")
+    ):
+        assert "owed" not in state["state"].get(0, {}) and bool(owed.any())
+        whole = start[1]["state"][0]["master"] - owed - mean_of(range(5, 6), 2)
+        torch.testing.assert_close(model["weight"], whole, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
