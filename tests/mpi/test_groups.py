@@ -30,8 +30,10 @@ if how == "communicator":
     comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
 world = dearmpi.connect(stall_limits=StallLimits(5, 40), comm=comm)
 if how == "communicator":
-    print(f"{world.rank} of", *world.all_gather_text(str(MPI.COMM_WORLD.rank)), flush=True)
-    MPI.COMM_WORLD.Barrier()
+    told = " ".join([f"{world.rank} of", *world.all_gather_text(str(MPI.COMM_WORLD.rank))])
+    told = MPI.COMM_WORLD.gather(told)  # lines of several ranks may mix
+    if MPI.COMM_WORLD.rank == 0:
+        print(*told, sep=chr(10), flush=True)
     sys.exit()
 first, second = world.group([0, 1]), world.split(world.rank // 2)
 if how == "order" and world.rank < 2:

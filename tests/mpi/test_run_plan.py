@@ -90,7 +90,7 @@ def test_a_plan_changes_no_number_and_a_resumed_run_goes_on_by_it(
     older = replace(plan, version="0.0.9")
     if world.is_root:  # the others need no file
         path.write_text(older.to_json())
-    with raises(AgreedError, "plan-contradicts-settings", "max_grad_norm is 1"):
+    with raises(AgreedError, "plan-contradicts-settings", "max_grad_norm 1"):
         run(world, folder, "clipped", plan=str(path), max_grad_norm=1)
     capfd.readouterr()
     run(world, folder, "a", resume="auto", plan=str(path), max_steps=LEAST_STEPS_TO_PLAN + 4)

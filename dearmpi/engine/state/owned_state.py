@@ -7,7 +7,6 @@ tensor; then the tensors of one rank and dtype, as one buffer.
 
 from __future__ import annotations
 
-import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, PeerMessages, Request
+from dearmpi.comm.messages import values
 from dearmpi.comm.messages.collective_calls import gather_data
 from dearmpi.comm.world import World
 from dearmpi.cuts import Cuts
@@ -153,12 +153,14 @@ class OwnedMove:
         outlined: dict[str, Any] = {}
         for name in sorted(self._states):
             outlined[name] = outline(self._states[name], leaving[target_of[name]])
-        rows = yield from gather_data(collectives, pickle.dumps(outlined))
-        arriving = {
-            source: {n: o for n, o in pickle.loads(row).items() if target_of[n] == self._rank}
-            for source, row in enumerate(rows)
-            if source != self._rank
-        }
+        origin = f"rank {self._rank} on {collectives.hosts[self._rank]}"
+        sent = values.pack(outlined, copies=collectives.size, origin=origin)
+        rows = yield from gather_data(collectives, sent)
+        arriving: dict[int, dict[str, Any]] = {}
+        for source, read in enumerate(values.unpack(rows, reader=origin)):
+            if source != self._rank:
+                assert isinstance(read, dict)
+                arriving[source] = {n: o for n, o in read.items() if target_of[n] == self._rank}
         rooms = {source: room_for(list(forms_in(states))) for source, states in arriving.items()}
         sends = [
             (target, buffer)

@@ -167,10 +167,12 @@ def test_an_optimizer_that_asks_for_parameters_is_refused(size: int, gather: str
     ],
 )
 def test_state_that_cannot_be_cut_is_refused_where_it_would_be(make: Make, told: str) -> None:
-    assert_refused(make, f"{told}.* use gather='gradients'", 2)
+    assert_refused(make, f"{told}.*use .*gather='gradients'", 2, shards="even")
     alone = train(make)
-    for found in run_ranks(2, lambda world: train(make, world, gather="gradients")):
-        torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-13)
+    whole: list[dict[str, Any]] = [{"gather": "gradients"}, {"shards": "auto"}]
+    for settings in whole:
+        for found in run_ranks(2, lambda world: train(make, world, **settings)):  # noqa: B023
+            torch.testing.assert_close(found, alone, rtol=1e-10, atol=1e-13)
 
 
 def test_nested_state_that_was_taken_does_not_change_when_training_goes_on() -> None:
