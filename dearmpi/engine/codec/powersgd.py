@@ -94,8 +94,10 @@ class Factors:
         # The last ranks' shards may be shorter than the others'.
         least = spec.numel - (spec.world_size - 1) * spec.largest_shard
         self.pays = self.numel * _LEAST_RATIO <= spec.numel and self.shard_numel <= least
+        self.sent_bytes = (spec.world_size - 1) * self.shard_numel * spec.itemsize
         self.are_unpacked = False
-        self.restart()
+        if self.pays:
+            self.restart()
 
     def restart(self) -> None:
         """Bases as they are at the start, alike on all ranks."""
@@ -109,6 +111,10 @@ class Factors:
             self._rank, matrix.shape[0], generator=generator, dtype=torch.float64, device="cpu"
         )
         matrix.basis = _orthonormal(drawn).to(self._like)
+
+    def part_of(self, rank: int) -> slice:
+        """The elements of what is sent that ``rank`` adds up."""
+        return slice(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def pack(self, data: Tensor) -> Tensor:
         """What is to be sent of ``data``, [numel]."""
@@ -171,8 +177,7 @@ class PowerReduce(StatelessCodec):
         self._before: tuple[Tensor | None, BucketRuntime, Tensor | None] | None = None
         self._is_reduced = self.owes = False
         self._is_finite = True
-        spec = bucket.spec
-        self.sent_bytes = (spec.world_size - 1) * factors.shard_numel * spec.itemsize
+        self.sent_bytes = factors.sent_bytes
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Add the residual, and send the factors."""
@@ -196,8 +201,7 @@ class PowerReduce(StatelessCodec):
             self._next = torch.zeros_like(data)
         yield from self._factors.keep_rest(data, sent, into=self._next)
         own.zero_()
-        shard = self._factors.shard_numel
-        own[:shard] = total[collectives.rank * shard : (collectives.rank + 1) * shard]
+        own[: self._factors.shard_numel] = total[self._factors.part_of(collectives.rank)]
         self._is_reduced = True
 
     def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
@@ -250,21 +254,20 @@ class PowerGather(StatelessCodec):
         self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms, factors: Factors
     ) -> None:
         self._algorithm, self._factors = algorithms, factors
-        spec = bucket.spec
-        self.sent_bytes = (spec.world_size - 1) * factors.shard_numel * spec.itemsize
+        self.sent_bytes = factors.sent_bytes
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Gather the factors."""
         return Chain(self._steps(bucket, collectives))
 
     def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request]:
-        shard, data = self._factors.shard_numel, bucket.gradients.data
-        total = data.new_empty(self._factors.numel)
-        own = slice(collectives.rank * shard, (collectives.rank + 1) * shard)
-        total[own] = bucket.gradients.shard[:shard]
+        factors, data = self._factors, bucket.gradients.data
+        total = data.new_empty(factors.numel)
+        own = bucket.gradients.shard[: factors.shard_numel]
+        total[factors.part_of(collectives.rank)] = own
         yield self._algorithm.start_all_gather(total, collectives)
-        yield from self._factors.unpack(total, into=data)
-        self._factors.advance(total)
+        yield from factors.unpack(total, into=data)
+        factors.advance(total)
 
 
 def power_codecs(

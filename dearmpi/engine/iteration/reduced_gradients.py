@@ -35,6 +35,7 @@ class ReducedGradients:
         self._state, self._backprop = state, backprop
         self._norms: dict[float, dict[Place, float]] = {}
         self._num_reduced = 0  # when these norms were found
+        self._awaits_gathers = any(bucket.travels_as_factors for bucket in state.buckets)
         for bucket in state.buckets:
             bucket.serve_placeholders(ref(self))
 
@@ -158,7 +159,7 @@ class ReducedGradients:
 
     def wait(self) -> None:
         """Until shards have averages, or where these are factors, until they are gathered."""
-        if any(bucket.travels_as_factors for bucket in self._state.buckets):
+        if self._awaits_gathers:
             self._backprop.wait_gathered()
         else:
             self._backprop.wait_reduced()

@@ -1,7 +1,7 @@
 """Owners: which rank updates which parameter, where an optimizer works on whole tensors.
 
 Pure and deterministic: every rank finds the same owners. The longest updates are placed first, each
-on the rank with the least work so far, so that no rank has more than 4/3 of what is possible (R. L.
+on the rank with the least work so far. No rank then has more than 4/3 of what is possible (R. L.
 Graham, Bounds on multiprocessing timing anomalies, 1969).
 """
 

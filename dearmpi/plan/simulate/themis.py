@@ -1,7 +1,7 @@
 """Themis: all-reduces in chunks, each of which crosses a network's dimensions in its own order.
 
-A chunk that crosses a dimension of P ranks first sends (P - 1) / P of itself there, and a P-th of
-it is left for the other dimensions. Themis gives each chunk the order that evens out the loads of
+A chunk first sends (P - 1) / P of itself in a dimension of P ranks. A P-th of it is left for the
+other dimensions. Themis gives each chunk the order that evens out the loads of
 the dimensions; the baseline gives all chunks the same one.
 
 Source: "Themis" (arXiv 2110.04478, version 3): its algorithm, and the topologies of its table 2.
