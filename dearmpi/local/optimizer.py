@@ -410,10 +410,12 @@ class LocalOptimizer(Readings):
         is_own = saved_by == (self.world.size, self.world.rank)
         step = f"a state of step {local['num_steps']}"
         compare_ranks(self.world, step, code="ranks-loaded-different-states")
-        is_own = self.world.all_reduce([float(is_own)], "min")[0] > 0
-        self.synchronize()
         has_own_state = bool(local.get("is_local")) and bool(state_dict["state"])
-        self._refuse_other_phase(int(local["num_steps"]), has_own_state)
+        # Of an inner optimizer some ranks may have no state: all refuse, or none.
+        foreign, own_state = self.world.all_reduce([not is_own, has_own_state], "max")
+        is_own = not foreign
+        self.synchronize()
+        self._refuse_other_phase(int(local["num_steps"]), own_state > 0)
         self.num_steps = int(local["num_steps"])
         if self._dense is not None and self.num_steps >= self.sync_after:
             self._dense.close()
