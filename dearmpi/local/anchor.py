@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
+from dearmpi.local.finite_check import FiniteCheck
 from dearmpi.plan.data.local_schedule import deal_runs
 from dearmpi.torch_internals import parameter_table
 
@@ -52,6 +53,7 @@ class Anchor:
         self._takes_over = world.size == 1 and lr == 1 and momentum == 0
         self.outer = DistributedOptimizer(sgd, self._module, world=world, config=config)
         self._exchanged = frozenset(trained)
+        self._check = FiniteCheck(world, tuple(trained))
 
     @property
     def shared(self) -> dict[str, nn.Parameter]:
@@ -81,10 +83,13 @@ class Anchor:
 
         values: what counts as learned; None: what is trained.
         Returns before the exchange is over. Ranks must call it after the same number of steps.
+        Values that are not finite raise NonFiniteLossError on all ranks, once they wait for it.
         """
         values = self._trained if values is None else values
-        shared = self.shared  # waits for the exchange before
+        self.wait()
+        shared = self.shared
         if self._takes_over:
+            self._check.start({name: values[name] for name in names})
             for name in names:
                 shared[name].copy_(values[name])
             return
@@ -92,6 +97,7 @@ class Anchor:
         for name in names:
             value = shared[name]
             value.grad = value - values[name].to(value.dtype)
+        self._check.start({name: shared[name].grad for name in names})
         self.outer.step()
         if self.outer.world.size == 1:
             self.outer.zero_grad()
@@ -101,13 +107,23 @@ class Anchor:
         """Wait for the exchange of ``names``; then what is trained is ``mix`` of itself, and the
         rest of what is shared.
         """
-        self.outer.synchronize()
+        self.wait()
         shared = self.shared
         for name in names:
             trained, value = self._trained[name], shared[name].detach()
             if mix:
                 value = value.mul(1 - mix).add_(trained.to(value.dtype), alpha=mix)
             trained.copy_(value)
+
+    def wait(self) -> None:
+        """Wait for the exchange under way. Raises NonFiniteLossError as ``start_exchange`` says."""
+        self.outer.synchronize()
+        self._check.read()
+
+    def close(self) -> None:
+        """Wait, and give back what exchanges have taken (collective)."""
+        self.outer.close()
+        self._check.close()
 
     def restore(self) -> None:
         """Give what is trained the shared values."""
@@ -116,7 +132,7 @@ class Anchor:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, what is trained has the shared values, of which the last exchange is over."""
-        self.outer.synchronize()
+        self.wait()
         kept = {name: param.detach().clone() for name, param in self._trained.items()}
         self._overwrite(self.shared)
         try:

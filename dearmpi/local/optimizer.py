@@ -54,7 +54,7 @@ class LocalOptimizer(Readings):
     SGD with Nesterov momentum steps on the mean of what the ranks have changed, and all ranks go on
     from the result. The model is cut into ``fragments`` whose exchanges are spread over these
     steps. The result of an exchange is merged ``delay`` steps after its start, and only then
-    waited for.
+    waited for. NaN or infinity on one rank then raises NonFiniteLossError on all.
 
     Ranks must take equal numbers of steps. Between exchanges they have different parameters;
     the values that they share are the anchor (``at_anchor``). Model buffers stay each rank's own.
@@ -117,7 +117,7 @@ class LocalOptimizer(Readings):
             self._plan(sync_every, fragments, delay, mix)
             self._dense = _dense_phase(inner, model, self.world, sync_after)
         except BaseException:
-            self._anchor.outer.close()
+            self._anchor.close()
             raise
         self._controller, self.spans = self.outer._controller, self.outer.spans
         self._times = IterationTimes()
@@ -227,7 +227,7 @@ class LocalOptimizer(Readings):
         """Wait for the exchange under way; its result is merged at its step all the same."""
         if self._dense is not None:
             self._dense.synchronize()
-        self.outer.synchronize()
+        self._anchor.wait()
 
     @contextmanager
     def at_anchor(self) -> Iterator[None]:
@@ -332,13 +332,14 @@ class LocalOptimizer(Readings):
         """End exchanges, of which the last is merged, and leave each rank its own parameters."""
         if self._is_closed:
             return
+        self._is_closed = True
         if self._dense is not None:
             self._dense.close()
-        if self._under_way is not None:
-            self._anchor.merge(self._under_way.names, self.mix)
-            self._under_way = None
-        self.outer.close()
-        self._is_closed = True
+        try:
+            if self._under_way is not None:
+                self._merge()
+        finally:
+            self._anchor.close()
 
     def _switch(self, mode: str) -> None:
         getattr(self._optimizer, mode)()
@@ -372,8 +373,8 @@ class LocalOptimizer(Readings):
 
     def _merge(self) -> None:
         assert self._under_way is not None
-        self._anchor.merge(self._under_way.names, self.mix)
-        self._under_way = None
+        names, self._under_way = self._under_way.names, None
+        self._anchor.merge(names, self.mix)
 
     def _end_dense(self) -> None:
         """From now on every rank has the whole state, and trains by itself."""

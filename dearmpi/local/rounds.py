@@ -93,6 +93,7 @@ class ClientRounds:
             weight=self.world.size / rule.sparsity,
         )
         self._anchor.start_exchange((_NAME,), {_NAME: sent})
+        self._anchor.wait()
         shared = self.shared
         for client, value in values.items():
             follow(self.controls[client], shared, value, masks[client], rule)
@@ -102,7 +103,7 @@ class ClientRounds:
 
     def close(self) -> None:
         """Give back what the exchange has taken (collective)."""
-        self._anchor.outer.close()
+        self._anchor.close()
 
 
 def weighted_sum(parts: Iterable[tuple[Tensor, Tensor]], *, like: Tensor, weight: float) -> Tensor:

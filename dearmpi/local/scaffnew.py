@@ -178,7 +178,7 @@ class Scaffnew(Optimizer):
     def close(self) -> None:
         """Give back what the exchange has taken (collective); safe to call twice."""
         if not self._is_closed:
-            self._anchor.outer.close()
+            self._anchor.close()
             self._is_closed = True
 
     def _exchange(self, drawn: Round) -> None:
@@ -196,6 +196,7 @@ class Scaffnew(Optimizer):
             parts = [(masks[name], self._trained[name].to(value.dtype))] if takes_part else []
             sent[name] = weighted_sum(parts, like=value, weight=self.world.size / rule.sparsity)
         self._anchor.start_exchange(tuple(shared), sent)
+        self._anchor.wait()
         for name, value in self._anchor.shared.items():
             if takes_part:
                 own = self._trained[name].to(value.dtype)

@@ -23,6 +23,7 @@ from dearmpi.errors import (
     ConfigError,
     DearError,
     MismatchError,
+    NonFiniteLossError,
     UsageError,
 )
 from tests.codes import raises
@@ -386,6 +387,37 @@ def test_what_local_steps_do_not_have_is_refused(misuse: Callable[[Any], Any]) -
             optimizer.step()
 
     run_ranks(2, train)
+
+
+NAN_CASES: list[tuple[Case, dict[str, Any]]] = [
+    (Case(sync_every=4), {}),
+    (STREAMING, {}),
+    (Case(sync_every=4), {"compress": "int4"}),
+]
+
+
+@pytest.mark.usefixtures("_small_buckets_count")
+@pytest.mark.parametrize(("case", "more"), NAN_CASES, ids=["blocking", "streaming", "int4"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_numbers_that_are_not_finite_are_found_at_the_exchange(
+    case: Case, more: dict[str, Any], size: int
+) -> None:
+    def train(world: World) -> None:
+        model = build_model("dense")
+        optimizer = case.optimizer(model, world, **more)
+        steps_of(model, optimizer, range(1))
+        name = optimizer.fragments[-1][-1]
+        if world.rank == size - 1:
+            dict(model.named_parameters())[name].data.view(-1)[-1] = float("nan")
+        with raises(NonFiniteLossError, "not-finite", f"rank {size - 1} on ", name):
+            while optimizer.num_steps < 20:
+                for param in model.parameters():
+                    param.grad = torch.zeros_like(param)  # of the one number alone
+                optimizer.step()
+        optimizer.close()
+        optimizer.close()
+
+    run_ranks(size, train)
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

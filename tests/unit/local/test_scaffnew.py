@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from dearmpi import Scaffnew
 from dearmpi.comm.world import World
-from dearmpi.errors import CheckpointError, ConfigError, DearError, MismatchError, UsageError
+from dearmpi.errors import (
+    CheckpointError,
+    ConfigError,
+    DearError,
+    MismatchError,
+    NonFiniteLossError,
+    UsageError,
+)
 from dearmpi.local.rounds import ClientRounds
 from dearmpi.plan.data.rounds import RoundRule
 from tests.codes import raises
@@ -106,6 +113,20 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
         second.close()
 
     run_ranks(2, train)
+
+
+def test_numbers_that_are_not_finite_are_found_at_the_exchange() -> None:
+    def train(world: World) -> None:
+        model = Plane()
+        optimizer = Scaffnew(model.parameters(), model, lr=0.1, p=0.5, world=world)
+        if world.rank == 1:
+            model.bias.data.fill_(float("inf"))
+        with raises(NonFiniteLossError, "not-finite", "rank 1 on ", "bias"):
+            while optimizer.num_rounds < 2:
+                optimizer.step()
+        optimizer.close()
+
+    run_ranks(3, train)
 
 
 def test_lr_and_p_follow_from_smoothness() -> None:
