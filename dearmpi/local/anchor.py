@@ -94,10 +94,10 @@ class Anchor:
                 shared[name].copy_(values[name])
             return
         self._limit_to(frozenset(names), shared)
-        for name in names:
-            value = shared[name]
-            value.grad = value - values[name].to(value.dtype)
-        self._check.start({name: shared[name].grad for name in names})
+        changes = {name: shared[name] - values[name].to(shared[name].dtype) for name in names}
+        self._check.start(changes)
+        for name, change in changes.items():
+            shared[name].grad = change
         self.outer.step()
         if self.outer.world.size == 1:
             self.outer.zero_grad()
