@@ -115,7 +115,8 @@ class EngineConfig:
         never cut; the first layers have a sixteenth of that to themselves. None: an eighth of the
         model, but at least 1 and at most 4 (above 64 ranks a sixteenth of their number), and at
         most half of the model.
-    reduce_scatter: the algorithm, or ``auto`` to measure them at start.
+    reduce_scatter: the algorithm: ``ring`` in chunks, an ``exchange`` of all shards, MPI's own
+        (``native``), or ``auto`` to measure them at start.
     comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
         keeps its shard unrounded for the optimizer; the model's parameters are rounded, those that

@@ -1,6 +1,6 @@
-"""Write the reference pages that follow from the code: settings, errors, checkpoint fields.
+"""Write the reference pages that follow from the code: settings, errors, fields, classes.
 
-    python docs/generate.py            writes docs/reference/{settings,errors,manifest}.md
+    python docs/generate.py            writes docs/reference/{settings,errors,manifest,classes}.md
     python docs/generate.py --check    writes nothing; status 1 if a page is not current
 
 ``bin/docs`` runs it, and a test compares the committed pages with ``pages()``.
@@ -19,13 +19,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a script, the package of this repository counts
 
-from dearmpi import errors  # noqa: E402
+from dearmpi import DistributedOptimizer, World, errors  # noqa: E402
+from dearmpi.config import EngineConfig  # noqa: E402
 from dearmpi.error_codes import CODES  # noqa: E402
 from dearmpi.train.checkpoint.manifest import FORMAT, VERSION, Manifest  # noqa: E402
 from dearmpi.train.settings.choices import RunChoices  # noqa: E402
 from dearmpi.train.settings.setting import named  # noqa: E402
 
 REFERENCE = ROOT / "docs" / "reference"
+_ITEM = re.compile(r"^(\w+(?:, \w+)*): (.*?)(?=^\w+(?:, \w+)*: |\n\n|\Z)", re.M | re.S)
 NOTE = "<!-- Written by docs/generate.py; do not edit. -->\n"
 
 
@@ -41,6 +43,16 @@ def first_sentence(documented: object) -> str:
     """The first sentence of a docstring, on one line."""
     text = " ".join((inspect.getdoc(documented) or "").split())
     return re.split(r"(?<=\.) |:: ", text, maxsplit=1)[0]
+
+
+def described(documented: object) -> dict[str, str]:
+    """Meanings by name, of the lines ``name, name: meaning`` of a docstring."""
+    text = inspect.getdoc(documented) or ""
+    meanings: dict[str, str] = {}
+    for names, meaning in _ITEM.findall(text):
+        for name in names.split(", "):
+            meanings[name] = " ".join(meaning.split()).removesuffix(".")
+    return meanings
 
 
 def settings_page() -> str:
@@ -111,11 +123,7 @@ def errors_page() -> str:
 
 def manifest_page() -> str:
     """The fields of a checkpoint's manifest, as its class documents them."""
-    documented = inspect.getdoc(Manifest) or ""
-    meanings: dict[str, str] = {}
-    for names, text in re.findall(r"^([\w, ]+): (.*?)(?=^[\w, ]+: |\Z)", documented, re.M | re.S):
-        for name in names.split(", "):
-            meanings[name] = " ".join(text.split()).removesuffix(".")
+    meanings = described(Manifest)
     rows = [
         ("`format`, `version`", "str, int", f"`{FORMAT}`, {VERSION}; another version is refused"),
         *((f"`{f.name}`", f"`{f.type}`", meanings.get(f.name, "")) for f in fields(Manifest)),
@@ -127,12 +135,72 @@ def manifest_page() -> str:
     )
 
 
+def own_members(kind: type) -> dict[str, object]:
+    """Public members of ``kind`` and its bases in dearmpi, in the order of the source."""
+    bases = [base for base in reversed(kind.__mro__) if base.__module__.startswith("dearmpi")]
+    members = {name: value for base in bases for name, value in vars(base).items()}
+    return {name: value for name, value in members.items() if not name.startswith("_")}
+
+
+def attributes_of(kind: type) -> list[tuple[str, str]]:
+    """A row for each attribute that the docstrings of ``kind`` and its bases name."""
+    names: dict[str, list[str]] = {}  # by their meaning: some are described together
+    for base in reversed(kind.__mro__):
+        if base.__module__.startswith("dearmpi"):
+            for name, meaning in described(base).items():
+                names.setdefault(f"{meaning}.", []).append(f"`{name}`")
+    for name, value in own_members(kind).items():
+        if isinstance(value, property):
+            names.setdefault(first_sentence(value), []).append(f"`{name}`")
+    return [(", ".join(together), meaning) for meaning, together in names.items()]
+
+
+def methods_of(kind: type) -> list[tuple[str, str]]:
+    """A row for each public method: how it is called, and the first sentence about it."""
+    rows = []
+    for name, value in own_members(kind).items():
+        if callable(value):
+            _, *parameters = inspect.signature(value).parameters.values()
+            call = ", ".join(map(written, parameters))
+            rows.append((f"`{name}({call})`", first_sentence(value)))
+    return rows
+
+
+def written(parameter: inspect.Parameter) -> str:
+    """``name``, ``name=`` and a default that can be written so, or ``name=`` alone."""
+    default = parameter.default
+    if default is parameter.empty:
+        return parameter.name
+    return f"{parameter.name}={'' if callable(default) else repr(default)}"
+
+
+def classes_page() -> str:
+    """Settings, attributes and methods of the optimizer and the world, as docstrings say."""
+    meanings = described(EngineConfig)
+    settings = [(f"`{f.name}={f.default!r}`", meanings[f.name]) for f in fields(EngineConfig)]
+    arguments = described(DistributedOptimizer.__init__)
+    settings += [(f"`{name}=None`", meaning) for name, meaning in arguments.items()]
+    heads = ("name", "meaning")
+    return (
+        f"{NOTE}\n# Optimizer and world\n\n"
+        "[The Python interface](python.md) is the overview. Every rank must call *collective* "
+        "methods, in one order.\n\n"
+        f"## Settings of DistributedOptimizer\n\n{table(('setting', 'meaning'), settings)}\n"
+        f"## Attributes of DistributedOptimizer\n\n"
+        f"{table(heads, attributes_of(DistributedOptimizer))}\n"
+        f"## Methods of DistributedOptimizer\n\n{table(heads, methods_of(DistributedOptimizer))}\n"
+        f"## Attributes of World\n\n{table(heads, attributes_of(World))}\n"
+        f"## Methods of World\n\n{table(heads, methods_of(World))}"
+    )
+
+
 def pages() -> dict[Path, str]:
     """The text of every generated page."""
     return {
         REFERENCE / "settings.md": settings_page(),
         REFERENCE / "errors.md": errors_page(),
         REFERENCE / "manifest.md": manifest_page(),
+        REFERENCE / "classes.md": classes_page(),
     }
 
 

@@ -81,6 +81,7 @@ class World:
     job_ranks: the index within the job of each rank.
     host, hosts: the name of this rank's host, and of every rank's.
     local_rank: this rank's index among those of its host.
+    progress: what completes communication; its ``mode`` is ``thread`` or ``poll``.
     serves_any_thread: whether threads other than the main one may drive progress.
     """
 
@@ -242,7 +243,7 @@ class World:
     def all_reduce(
         self, values: Sequence[SupportsFloat] | SupportsFloat, op: ValueOp = "sum"
     ) -> list[float]:
-        """Reduce each value over the ranks, which must all give the same number of values.
+        """Reduce each value over the ranks, which give equally many (collective).
 
         values: numbers, or a tensor of one dimension. A single number counts as a list of one.
         op: ``sum``, ``max``, ``min`` or ``mean``.
@@ -262,27 +263,27 @@ class World:
     def mean(self, values: Sequence[SupportsFloat]) -> list[float]: ...
     @answers_guesses("world.mean", COLLECTIVE)
     def mean(self, values: Any) -> list[float] | float:
-        """The average over the ranks: of a number, such as a loss, or of each number of a list."""
+        """The average over ranks of a number, such as a loss, or of each in a list (collective)."""
         numbers = plain_numbers(values)
         with self.named_call("world.mean()"):
             averages = self.all_reduce(numbers, "mean")
         return averages if isinstance(numbers, list) else averages[0]
 
     def all_gather_text(self, text: str) -> list[str]:
-        """Every rank's text, by rank."""
+        """Every rank's text, by rank (collective)."""
         with self.named_call("world.all_gather_text()"):
             steps = partial(gather_bytes, data=encode(text))
             return [decode(data) for data in self._exchange("all-gather of texts", steps)]
 
     def broadcast_text(self, text: str | None) -> str:
-        """Rank 0's text on every rank; the others' is ignored."""
+        """Rank 0's text on every rank; the others' is ignored (collective)."""
         with self.named_call("world.broadcast_text()"):
             steps = partial(broadcast_bytes, data=encode(text or ""), root=0)
             return decode(self._exchange("broadcast of a text", steps))
 
     @answers_guesses("world.all_gather_object", COLLECTIVE)
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's object, pickled on its way, by rank.
+        """Every rank's object, pickled on its way, by rank (collective).
 
         Raises ConfigError on every rank if one cannot be pickled, or if the largest, times the
         number of ranks, exceeds 2 GiB.
@@ -294,7 +295,7 @@ class World:
 
     @answers_guesses("world.broadcast_object", COLLECTIVE)
     def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
-        """The object of ``root``, pickled on its way, on every rank; the others' is ignored.
+        """The object of ``root``, pickled on its way; the others' is ignored (collective).
 
         Raises ConfigError on every rank if it cannot be pickled, or exceeds 2 GiB.
         """
@@ -308,7 +309,7 @@ class World:
 
     @answers_guesses("world.broadcast", COLLECTIVE)
     def broadcast(self, buffer: Buffer, root: int = 0) -> None:
-        """Overwrite ``buffer`` (1-D, contiguous) with that of ``root``."""
+        """Overwrite ``buffer`` (a 1-D, contiguous tensor) with that of ``root`` (collective)."""
         self._check_root(root)
         check_contiguous("broadcast", buffer)
         with self.named_call("world.broadcast()"):
@@ -319,7 +320,10 @@ class World:
 
     @answers_guesses("world.all_gather", COLLECTIVE)
     def all_gather(self, buffer: Buffer) -> None:
-        """Fill ``buffer`` (1-D, contiguous, a multiple of the size) with every rank's shard."""
+        """Fill ``buffer`` with every rank's shard (collective).
+
+        buffer: a 1-D, contiguous tensor, whose length is a multiple of the size.
+        """
         check_contiguous("all-gather", buffer)
         even_shards("all-gather", buffer, self.size)
         with self.named_call("world.all_gather()"):
@@ -330,7 +334,7 @@ class World:
 
     @answers_guesses("world.barrier", COLLECTIVE)
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait for every rank (collective)."""
         with self.named_call("world.barrier()"):
             self._exchange("wait for every rank", meet)
 

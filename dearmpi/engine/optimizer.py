@@ -46,10 +46,13 @@ class DistributedOptimizer(Readings):
         plan: Plan | Literal["auto"] | str | Path | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        """Settings: fields of ``EngineConfig``, by name, else of ``config``. world: by ``connect``.
+        """Take settings by name, as ``EngineConfig`` has them, else its defaults.
 
-        ``plan`` says which parameters share a bucket and in what order buckets travel: a Plan, the
-        file of one, or ``auto`` to profile the first few iterations, plan, and go on by that.
+        plan: which parameters share a bucket and in what order buckets travel: a Plan, the file of
+            one, or ``auto`` to profile the first few iterations, plan, and go on by that; best
+            with ``eager=True``.
+        world: the ranks to train on; None: those of ``connect``.
+        config: settings in one object; a setting given by name wins.
 
         Raises ConfigError for a setting, plan, parameter or optimizer that cannot be served, and
         MismatchError if the ranks' models or settings differ.

@@ -65,7 +65,7 @@ class Readings(Facade):
 
     @property
     def times(self) -> IterationTimes:
-        """Exposed and total communication time of the iteration that the last step ended."""
+        """``exposed_s``, ``communication_s``, ``hidden_share`` of the last step's iteration."""
         return self._built.engine.times
 
     @property

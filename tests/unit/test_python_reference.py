@@ -1,4 +1,4 @@
-"""docs/reference/python.md names all that a script can use."""
+"""docs/reference/python.md and classes.md name all that a script can use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import dearmpi
 from dearmpi import World
 from dearmpi.comm.backends.alone import AloneCollectives
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "python.md").read_text()
+REFERENCE = Path(__file__).resolve().parents[2] / "docs" / "reference"
+PAGE = (REFERENCE / "python.md").read_text() + (REFERENCE / "classes.md").read_text()
 
 
 def is_told(name: str) -> bool:
