@@ -74,7 +74,8 @@ def follow_clips(engine: Engine | NullEngine, world: World, name: str) -> None:
 
 def _clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type: float) -> float:
     engine.wait_reduced(norm_type)
-    part, has_any = shard_norm(engine.shards(), norm_type), float(engine.has_gradients())
+    unused = engine.find_unused()
+    part, has_any = shard_norm(engine.shards(unused), norm_type), float(engine.has_gradients())
     if norm_type == math.inf:
         # Told apart, since what MPI takes for the largest of a number and NaN is nobody's promise.
         norm, is_nan, has_any = world.all_reduce(
@@ -87,7 +88,7 @@ def _clip(engine: Engine | NullEngine, world: World, max_norm: float, norm_type:
     if not has_any and world.is_root:
         warnings.warn(_NO_GRADIENTS, stacklevel=5)
     if not norm <= max_norm:
-        engine.scale_gradients(max_norm / (norm + 1e-6))
+        engine.scale_gradients(max_norm / (norm + 1e-6), unused)
     return norm
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 from itertools import compress
 from operator import attrgetter
@@ -156,6 +156,14 @@ class BucketRuntime:
     def gradients(self) -> FlatBuffer:
         """The gradients' flat buffer, which need not be the same in each iteration."""
         return self.memory.buffer
+
+    def own_pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """The elements that this rank owns of each parameter's gradient, with its slot."""
+        first, last = self.spec.shard_range(self._rank)
+        for slot, placed in enumerate(self.spec.placements):
+            start, stop = max(first, placed.start), min(last, placed.stop)
+            if start < stop:
+                yield slot, self.gradients.shard[start - first : stop - first]
 
     def is_current(self) -> bool:
         """Whether the parameters show the last step."""

@@ -8,6 +8,7 @@ progress thread.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -67,6 +68,10 @@ class Codec(Protocol):
         """All that was reduced since the last step is discarded: keep what was kept before."""
         ...
 
+    def own_pieces(self, bucket: BucketRuntime) -> Iterator[tuple[int, Tensor]]:
+        """What the own shard holds of each parameter once it is reduced, with its slot."""
+        ...
+
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         """Bring what is kept to the owners of its elements, as ``bucket.owed`` (collective)."""
         ...
@@ -95,6 +100,10 @@ class StatelessCodec:
 
     def discard(self) -> None:
         """Nothing is kept."""
+
+    def own_pieces(self, bucket: BucketRuntime) -> Iterator[tuple[int, Tensor]]:
+        """Elements."""
+        return bucket.own_pieces()
 
     def forget(self) -> None:
         """Nothing is kept."""
@@ -147,6 +156,10 @@ class DenseFirst:
     def discard(self) -> None:
         """As the codec does."""
         self._codec.discard()
+
+    def own_pieces(self, bucket: BucketRuntime) -> Iterator[tuple[int, Tensor]]:
+        """As the one in use does."""
+        return self._now.own_pieces(bucket)
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         """As the codec does."""

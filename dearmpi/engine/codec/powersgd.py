@@ -44,6 +44,11 @@ class Matrix:
     basis: Tensor
     turned: bool = False
 
+    @property
+    def length(self) -> int:
+        """Of a row of its factor."""
+        return self.shape[0 if self.turned else 1]
+
     def view(self, data: Tensor) -> Tensor:
         """Its elements of ``data``."""
         return data[self.place].view(self.shape)
@@ -77,7 +82,8 @@ class Factors:
         self._rank, self._index = rank, spec.index
         self._like = bucket.params[0].detach()
         self.matrices: list[Matrix] = []
-        self._others: list[slice] = []
+        self._others: dict[int, slice] = {}  # by slot
+        self._before: list[tuple[Tensor, bool]] | None = None  # bases of the iteration's start
         for slot, (placed, param) in enumerate(zip(spec.placements, bucket.params, strict=True)):
             place = slice(placed.start, placed.stop)
             rows = param.shape[0] if param.dim() > 1 else 1
@@ -86,8 +92,8 @@ class Factors:
                 empty = self._like.new_empty(0)
                 self.matrices.append(Matrix(place, (rows, columns), slot, empty))
             else:
-                self._others.append(place)
-        num_others = sum(place.stop - place.start for place in self._others)
+                self._others[slot] = place
+        num_others = self._num_others()
         most = num_others + sum(max(matrix.shape) * rank for matrix in self.matrices)
         self.shard_numel = math.ceil(most / spec.world_size)
         self.numel = self.shard_numel * spec.world_size
@@ -101,6 +107,7 @@ class Factors:
 
     def restart(self) -> None:
         """Bases as they are at the start, alike on all ranks."""
+        self._before = None
         for matrix in self.matrices:
             self._restart(matrix)
 
@@ -120,7 +127,7 @@ class Factors:
         """What is to be sent of ``data``, [numel]."""
         sent = data.new_zeros(self.numel)
         at = 0
-        for place in self._others:
+        for place in self._others.values():
             sent[at : (at := at + place.stop - place.start)].copy_(data[place])
         for matrix, factor in self._pairs(sent):
             matrix.project(data, factor)
@@ -129,7 +136,7 @@ class Factors:
     def unpack(self, sent: Tensor, *, into: Tensor) -> Iterator[Request]:
         """``into`` becomes what was sent; a matrix at a time."""
         at = 0
-        for place in self._others:
+        for place in self._others.values():
             into[place].copy_(sent[at : (at := at + place.stop - place.start)])
         for matrix, factor in self._pairs(sent):
             matrix.restore(factor, into=into)
@@ -138,7 +145,7 @@ class Factors:
 
     def keep_rest(self, data: Tensor, sent: Tensor, *, into: Tensor) -> Iterator[Request]:
         """``into`` becomes what of ``data`` is not in ``sent``; a matrix at a time."""
-        for place in self._others:
+        for place in self._others.values():
             into[place].zero_()
         for matrix, factor in self._pairs(sent):
             matrix.remove(data, factor, into=into)
@@ -146,18 +153,43 @@ class Factors:
 
     def advance(self, sent: Tensor) -> None:
         """The next step's bases, from averages."""
+        if self._before is None:
+            self._before = [(matrix.basis, matrix.turned) for matrix in self.matrices]
         for matrix, factor in self._pairs(sent):
             if math.isfinite(float(factor.sum())):
                 matrix.basis, matrix.turned = _orthonormal(factor), not matrix.turned
             else:
                 self._restart(matrix)
 
+    def confirm(self) -> None:
+        """The step that has led to the bases counts."""
+        self._before = None
+
+    def go_back(self) -> None:
+        """To the bases of the last step that counts."""
+        for matrix, before in zip(self.matrices, self._before or (), strict=False):
+            matrix.basis, matrix.turned = before
+        self._before = None
+
+    def pieces(self, own: Tensor, rank: int) -> Iterator[tuple[int, Tensor]]:
+        """What ``own``, the sums of ``rank``, holds of each parameter, with its slot."""
+        first, at = self.part_of(rank).start, 0
+        numels = [(slot, place.stop - place.start) for slot, place in self._others.items()]
+        numels += [(matrix.slot, self._rank * matrix.length) for matrix in self.matrices]
+        for slot, numel in numels:
+            start, stop = max(at - first, 0), min(at + numel - first, self.shard_numel)
+            if start < stop:
+                yield slot, own[start:stop]
+            at += numel
+
+    def _num_others(self) -> int:
+        return sum(place.stop - place.start for place in self._others.values())
+
     def _pairs(self, sent: Tensor) -> Iterator[tuple[Matrix, Tensor]]:
-        at = sum(place.stop - place.start for place in self._others)
+        at = self._num_others()
         for matrix in self.matrices:
-            length = matrix.shape[0 if matrix.turned else 1]
-            part = sent[at : (at := at + self._rank * length)]
-            yield matrix, part.view(self._rank, length)
+            part = sent[at : (at := at + self._rank * matrix.length)]
+            yield matrix, part.view(self._rank, matrix.length)
 
 
 class PowerReduce(StatelessCodec):
@@ -177,6 +209,8 @@ class PowerReduce(StatelessCodec):
         self._before: tuple[Tensor | None, BucketRuntime, Tensor | None] | None = None
         self._is_reduced = self.owes = False
         self._is_finite = True
+        self._own_rank = 0
+        self._sent_square = self._next_square = 0.0  # of the last step, and of this iteration's
         self.sent_bytes = factors.sent_bytes
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
@@ -194,7 +228,8 @@ class PowerReduce(StatelessCodec):
             own.add_(carried, alpha=bucket.spec.world_size)  # of elements, and not of factors
         self._factors.are_unpacked = False
         sent = self._factors.pack(data)
-        self._is_finite = math.isfinite(float(sent.sum()))  # of a few numbers, which know of all
+        self._next_square = float(sent.square().sum())  # of a few numbers, which know of all
+        self._is_finite = math.isfinite(self._next_square)
         total = sent.clone()
         yield self._algorithm.start_reduce_scatter(total, collectives)
         if self._next is None:
@@ -202,12 +237,13 @@ class PowerReduce(StatelessCodec):
         yield from self._factors.keep_rest(data, sent, into=self._next)
         own.zero_()
         own[: self._factors.shard_numel] = total[self._factors.part_of(collectives.rank)]
-        self._is_reduced = True
+        self._own_rank, self._is_reduced = collectives.rank, True
 
     def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
         """Of numbers that are not finite nothing is kept."""
         if is_final:
             self._before = None
+            self._factors.confirm()
         elif self._before is None:
             kept = None if self._residual is None else self._residual.clone()
             self._before = kept, bucket, bucket.owed
@@ -216,16 +252,31 @@ class PowerReduce(StatelessCodec):
         assert self._next is not None
         self._is_reduced, self.owes, bucket.owed = False, True, None
         self._residual, self._next = self._next, self._residual
+        self._sent_square = self._next_square
         if not self._is_finite:
             self._residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def discard(self) -> None:
         """What was kept before the iteration stays."""
         self._is_reduced = False
+        self._factors.go_back()
         if self._before is not None:
             self._residual, bucket, owed = self._before
             bucket.owed = owed
             self._before, self.owes = None, self._residual is not None
+
+    def own_pieces(self, bucket: BucketRuntime) -> Iterator[tuple[int, Tensor]]:
+        """Of factors, until these are gathered."""
+        if self._factors.are_unpacked:
+            return bucket.own_pieces()
+        return self._factors.pieces(bucket.gradients.shard, self._own_rank)
+
+    def squares(self) -> tuple[float, float]:
+        """Bases are orthonormal, so a factor has the norm of what it stands for."""
+        residual = self._residual  # the progress thread may replace it
+        if residual is None:
+            return 0.0, 0.0
+        return float(torch.linalg.vector_norm(residual)) ** 2, self._sent_square
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         """Bring the residuals' mean to all ranks, for their next reduction (collective)."""

@@ -46,6 +46,7 @@ class SparseReduce(StatelessCodec):
         self.algorithm = CollectiveAlgorithms("ring" if name == "native" else name)
         self.scratch, self.feedback = scratch, feedback
         self.turn = 0
+        self._turn_before: int | None = None  # that of the iteration's start, if it has gone on
         self.sent_bytes = (self._size - 1) * self.num_sent * spec.itemsize
 
     @property
@@ -85,23 +86,29 @@ class SparseReduce(StatelessCodec):
 
     def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
         """Keep what was not sent."""
+        if is_final:
+            self._turn_before = None
+        elif self._turn_before is None:
+            self._turn_before = self.turn
         if self.feedback.commit(bucket.gradients.data, is_final=is_final):
             self.turn += 1
 
     def discard(self) -> None:
         """The same elements have their turn once more."""
         self.feedback.discard()
+        if self._turn_before is not None:
+            self.turn, self._turn_before = self._turn_before, None
 
     def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
         """Bring the residuals to the owners, for their next update (collective)."""
         request = self.feedback.start_settling(bucket, collectives, self.algorithm)
-        self.turn = 0
+        self.turn, self._turn_before = 0, None
         return request
 
     def forget(self) -> None:
         """Begin anew."""
         self.feedback.forget()
-        self.turn = 0
+        self.turn, self._turn_before = 0, None
 
 
 class RandomReduce(SparseReduce):

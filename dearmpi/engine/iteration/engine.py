@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
@@ -18,6 +18,11 @@ from dearmpi.engine.iteration.reduced_gradients import ReducedGradients
 from dearmpi.engine.state.options import OptionReader
 from dearmpi.engine.update.shard_update import UpdateSet
 from dearmpi.engine.update.update import Options
+
+Unused = Mapping[int, frozenset[int]]
+"""Slots by bucket."""
+
+NONE_UNUSED: Unused = {}
 
 
 class Engine:
@@ -176,13 +181,36 @@ class Engine:
         self.backprop.finish_backward()  # that of the others goes on meanwhile
         return self.joining.next_clip()
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply reduced gradients, between ``wait_reduced`` and ``step``."""
+    def scale_gradients(self, factor: float, unused: Unused = NONE_UNUSED) -> None:
+        """Multiply reduced gradients but ``unused`` ones, between ``wait_reduced`` and ``step``."""
         self.reduced.forget_norms()
         for index in self.state.iteration.active:
-            bucket = self._buckets[index]
+            bucket, left = self._buckets[index], unused.get(index, ())
             gathered = bucket.state is BucketState.GATHERED
-            (bucket.gradients.data if gathered else bucket.gradients.shard).mul_(factor)
+            if not left:
+                (bucket.gradients.data if gathered else bucket.gradients.shard).mul_(factor)
+                continue
+            own = self.codecs.reduce[index].own_pieces(bucket)
+            for slot, piece in enumerate(bucket.gradients.views) if gathered else own:
+                if slot not in left:
+                    piece.mul_(factor)
+
+    def find_unused(self) -> Unused:
+        """By bucket, slots of which no rank has a gradient in this iteration, but which get some of
+        what ranks have not sent; after ``wait_reduced`` (collective where ranks keep such).
+        """
+        if not any(codec.keeps for codec in self.codecs.reduce):
+            return NONE_UNUSED
+        flags = [
+            float(slot not in bucket.tracker.missing)
+            for bucket in self._buckets
+            for slot in range(len(bucket.params))
+        ]
+        used = iter(self.state.world.all_reduce(flags, "max"))
+        return {
+            bucket.index: frozenset(slot for slot in range(len(bucket.params)) if not next(used))
+            for bucket in self._buckets
+        }
 
     def gradients(self) -> dict[nn.Parameter, Tensor]:
         """Copies of the whole averaged gradients, as far as there are any (collective)."""
@@ -200,11 +228,18 @@ class Engine:
             raise usage_errors.kept_in_shards(gather=conduct.gather, eager=conduct.eager)
         self.reduced.keep()
 
-    def shards(self) -> list[Tensor]:
-        """The own shards of reduced gradients, as far as there are any."""
-        shards = [
-            self._buckets[index].gradients.shard for index in sorted(self.state.iteration.active)
-        ]
+    def shards(self, unused: Unused = NONE_UNUSED) -> list[Tensor]:
+        """The own shards of reduced gradients, as far as there are any, in pieces where some are
+        ``unused``, which are left out.
+        """
+        shards: list[Tensor] = []
+        for index in sorted(self.state.iteration.active):
+            bucket = self._buckets[index]
+            if left := unused.get(index):
+                pieces = self.codecs.reduce[index].own_pieces(bucket)
+                shards += [piece for slot, piece in pieces if slot not in left]
+            else:
+                shards.append(bucket.gradients.shard)
         return [shard for shard in shards if shard.numel()]
 
     def has_gradients(self) -> bool:

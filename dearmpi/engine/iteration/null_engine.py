@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -87,7 +87,11 @@ class NullEngine:
     def keep_gradients(self) -> None:
         """Gradients are the script's own."""
 
-    def shards(self) -> list[Tensor]:
+    def find_unused(self) -> Mapping[int, frozenset[int]]:
+        """Nothing is left to send."""
+        return {}
+
+    def shards(self, unused: object = None) -> list[Tensor]:
         """All gradients."""
         self._refuse_if_closed("reading gradients")
         return [param.grad.detach() for param in self._params() if param.grad is not None]
@@ -97,7 +101,7 @@ class NullEngine:
         trained = [param for param in self._params() if param.requires_grad]
         return not trained or any(param.grad is not None for param in self._params())
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: float, unused: object = None) -> None:
         """Multiply all gradients."""
         for grad in self.shards():
             grad.mul_(factor)

@@ -7,7 +7,7 @@ change that treats every element by itself where it owns elements. Whole gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import ref
 
@@ -117,7 +117,7 @@ class ReducedGradients:
         if runtime.state is BucketState.GATHERED:
             getattr(runtime.gradients.views[slot], method)(*args, **kwargs)
         else:
-            for own, piece in self._own_pieces(runtime):
+            for own, piece in runtime.own_pieces():
                 if own == slot:
                     getattr(piece, method)(*args, **kwargs)
         for found in self._norms.values():
@@ -224,7 +224,7 @@ class ReducedGradients:
         places, parts = [], []
         for index in sorted(self._state.iteration.active):
             bucket = self._state.buckets[index]
-            for slot, piece in self._own_pieces(bucket):
+            for slot, piece in bucket.own_pieces():
                 places.append((index, slot))
                 # A norm of halves may be beyond the range of halves.
                 wide = torch.promote_types(piece.dtype, torch.float32)
@@ -237,14 +237,6 @@ class ReducedGradients:
         elif norm_type == -math.inf:
             stacked = -stacked  # the largest is reduced
         return dict(zip(places, stacked.tolist(), strict=True))  # a device is waited for once
-
-    def _own_pieces(self, bucket: BucketRuntime) -> Iterator[tuple[int, Tensor]]:
-        """The elements that this rank owns of each parameter of ``bucket``."""
-        first, last = bucket.spec.shard_range(self._state.world.rank)
-        for slot, placed in enumerate(bucket.spec.placements):
-            start, stop = max(first, placed.start), min(last, placed.stop)
-            if start < stop:
-                yield slot, bucket.gradients.shard[start - first : stop - first]
 
     def _whole(self, bucket: BucketRuntime) -> Tensor:
         """All averaged gradients of a bucket, as they lie in its flat buffer (collective)."""

@@ -376,6 +376,75 @@ def test_nothing_else_gets_into_what_is_owed_or_out_of_it(compress: Compress, wa
         assert torch.equal(second, seldom)
 
 
+FEEDBACK: list[dict[str, Any]] = [
+    *({"compress": compress, "density": 0.1} for compress in SPARSE),
+    {"compress": "powersgd", "powersgd_rank": 1, "gather": "gradients"},
+]
+
+
+@pytest.mark.parametrize("settings", FEEDBACK, ids=lambda one: one["compress"])
+def test_what_is_dropped_leaves_the_next_steps_as_they_are(settings: dict[str, Any]) -> None:
+    """To the bit: also whose turn it is, after one backprop or two, read or not."""
+
+    def rank(world: World) -> list[Tensor]:
+        found = []
+        for drops in (False, True):
+            model = nn.Linear(31, 20, bias=False)
+            nn.init.zeros_(model.weight)
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = DistributedOptimizer(inner, model, world=world, **settings)
+            for step in range(6):
+                for num_backprops in (1, 2) if drops else ():
+                    optimizer.zero_grad()
+                    for _ in range(num_backprops):
+                        (model.weight * whole_gradients(99 + step, world.rank)).sum().backward()
+                        if step % 2:
+                            optimizer.gradients()
+                optimizer.zero_grad()
+                (model.weight * whole_gradients(step, world.rank)).sum().backward()
+                optimizer.step()
+            optimizer.close()
+            found.append(model.weight.detach().clone())
+        return found
+
+    for plain, interrupted in run_ranks(2, rank):
+        assert torch.equal(plain, interrupted) and bool(plain.any())
+
+
+@pytest.mark.parametrize("settings", FEEDBACK, ids=lambda one: one["compress"])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clipping_leaves_out_what_no_rank_uses(settings: dict[str, Any], norm_type: float) -> None:
+    """What ranks had not sent of it arrives, and waits for its next use as it is."""
+
+    def rank(world: World) -> tuple[float, float, Tensor]:
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros(20, 31)) for name in ("often", "seldom")}
+        )
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1.0, **settings)
+        gradient = whole_gradients(0, world.rank)
+        (1000.0 * model["seldom"] * gradient + model["often"] * gradient).sum().backward()
+        optimizer.step()
+        for _ in range(3):
+            optimizer.zero_grad()
+            if world.is_root:  # the other rank's counts as zero
+                (model["often"] * gradient).sum().backward()
+            norm = float(optimizer.clip_grad_norm_(0.5, norm_type))
+            whole = optimizer.gradients()["often"]
+            optimizer.step()
+        shares = optimizer.traffic.owed_share
+        state = optimizer.state_dict()["state"]
+        optimizer.close()
+        seldom = state[1].get("master", model["seldom"].detach())
+        assert shares is not None and 0 < shares < 1
+        return norm, float(whole.norm(norm_type)), seldom - state[1]["owed"]
+
+    for norm, after, seldom in run_ranks(2, rank):
+        assert 0.5 < norm < 200, "as large as the gradients of what is used"
+        assert after == pytest.approx(0.5, rel=1e-5)
+        torch.testing.assert_close(seldom, -1000.0 * mean_of(range(1), 2), rtol=1e-5, atol=1e-2)
+
+
 def test_state_is_not_read_between_backward_and_step() -> None:
     def rank(world: World) -> None:
         model = make_wide_model()
