@@ -20,7 +20,7 @@ PACKAGE = "dearmpi"
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
 
 _LIBRARY = frozenset(
-    {"engine", "device", "tune", "plan", "comm", "config", "cuts", "errors", "span"}
+    {"engine", "device", "tune", "plan", "comm", "config", "cuts", "errors", "grid", "span"}
 )
 _TORCH = frozenset({"torch_internals"})
 
@@ -33,13 +33,14 @@ BELOW: dict[str, frozenset[str]] = {
     "config": frozenset({"errors"}),
     "guessed": frozenset({"errors"}),
     "cuts": frozenset(),
+    "grid": frozenset({"cuts"}),
     "span": frozenset(),
     "torch_internals": frozenset(),
-    "plan": frozenset({"config", "cuts", "errors", "version"}),
-    "comm": frozenset({"config", "cuts", "errors", "guessed"}),
-    "device": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors"},
+    "plan": frozenset({"config", "cuts", "errors", "grid", "version"}),
+    "comm": frozenset({"config", "cuts", "errors", "grid", "guessed"}),
+    "device": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors", "grid"},
     "engine": _TORCH
-    | {"device", "tune", "plan", "comm", "config", "cuts", "errors", "guessed", "span"},
+    | {"device", "tune", "plan", "comm", "config", "cuts", "errors", "grid", "guessed", "span"},
     # Ranks that train by themselves between exchanges, which are those of an optimizer of engine.
     "local": _TORCH | {"engine", "plan", "comm", "config", "errors", "guessed"},
     "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "version"},
@@ -137,7 +138,7 @@ CONFINED: dict[str, frozenset[str]] = {
     "click": frozenset({"cli"}),
 }
 CONFINED_TYPES: dict[str, frozenset[str]] = {"torch": frozenset({"comm"})}
-STANDARD_LIBRARY_ONLY = frozenset({"plan", "config", "cuts", "errors", "guessed"})
+STANDARD_LIBRARY_ONLY = frozenset({"plan", "config", "cuts", "errors", "grid", "guessed"})
 
 
 class Imports(ast.NodeVisitor):

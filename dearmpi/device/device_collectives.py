@@ -20,6 +20,7 @@ from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts, even_cuts
 from dearmpi.device.accelerator import DeviceEvent, failures_of
 from dearmpi.device.comm_stream import DeviceCommStream
+from dearmpi.grid import Grid
 
 Start = Callable[[Any], Request]
 _ALL = slice(None)
@@ -90,7 +91,7 @@ class DeviceCollectives(ABC):
     def start_reduce_scatter(
         self,
         buffer: Tensor,
-        algorithm: ReduceScatter,
+        algorithm: ReduceScatter | Grid,
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,
@@ -109,7 +110,7 @@ class DeviceCollectives(ABC):
     def start_all_gather(
         self,
         buffer: Tensor,
-        algorithm: ReduceScatter = "native",
+        algorithm: ReduceScatter | Grid = "native",
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,

@@ -18,6 +18,7 @@ from dearmpi.comm.api.collectives import (
 )
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts
+from dearmpi.grid import Grid
 from tests.fakes.hub import FakeHub
 from tests.fakes.request import FakeReceive, FakeRequest
 
@@ -33,7 +34,7 @@ class FakeCollectives:
     def start_reduce_scatter(
         self,
         buffer: Buffer,
-        algorithm: ReduceScatter,
+        algorithm: ReduceScatter | Grid,
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,
@@ -44,7 +45,7 @@ class FakeCollectives:
     def start_all_gather(
         self,
         buffer: Buffer,
-        algorithm: ReduceScatter = "native",
+        algorithm: ReduceScatter | Grid = "native",
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,
@@ -119,7 +120,7 @@ class FakeCollectives:
         self,
         kind: str,
         buffer: Buffer,
-        algorithm: str,
+        algorithm: ReduceScatter | Grid,
         wire_dtype: WireDtype | None,
         cuts: Cuts | None,
     ) -> Request:

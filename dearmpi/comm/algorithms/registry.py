@@ -13,6 +13,7 @@ from typing import ClassVar, get_args
 
 from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
 from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm, RotatedExchange
+from dearmpi.comm.algorithms.grid import GridAlgorithm
 from dearmpi.comm.algorithms.ring import RingAlgorithm, RingContext, contexts_on
 from dearmpi.comm.algorithms.scratch import ScratchRequest, carrier_of, copy
 from dearmpi.comm.api.collectives import (
@@ -27,6 +28,7 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World, Wrap, unchanged
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts
+from dearmpi.grid import Grid
 
 
 class NativeAlgorithm:
@@ -71,11 +73,13 @@ class CollectiveAlgorithms:
     """How an optimizer reduces and gathers: an algorithm by name, and the dtype on the wire.
 
     wire_dtype: in what both operations send a wider buffer; None: as it is.
+    grid: on which both go dimension by dimension; None: by ``reduce_scatter``, all ranks alike.
     The engine and all that measures for it start their collectives here.
     """
 
     reduce_scatter: ReduceScatter
     wire_dtype: WireDtype | None = None
+    grid: Grid | None = None
 
     @property
     def all_gather(self) -> ReduceScatter:
@@ -92,7 +96,7 @@ class CollectiveAlgorithms:
     ) -> Request:
         """Post the reduce-scatter of ``buffer``; ``cuts`` as in ``Collectives``."""
         return collectives.start_reduce_scatter(
-            buffer, self.reduce_scatter, wire_dtype=self.wire_dtype, cuts=cuts
+            buffer, self.grid or self.reduce_scatter, wire_dtype=self.wire_dtype, cuts=cuts
         )
 
     def start_all_gather(
@@ -100,7 +104,7 @@ class CollectiveAlgorithms:
     ) -> Request:
         """Post the all-gather of ``buffer``; ``cuts`` as in ``Collectives``."""
         return collectives.start_all_gather(
-            buffer, self.all_gather, wire_dtype=self.wire_dtype, cuts=cuts
+            buffer, self.grid or self.all_gather, wire_dtype=self.wire_dtype, cuts=cuts
         )
 
 
@@ -110,7 +114,7 @@ class AlgorithmCollectives(MessagePassing):
     def start_reduce_scatter(
         self,
         buffer: Buffer,
-        algorithm: ReduceScatter,
+        algorithm: ReduceScatter | Grid,
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,
@@ -119,12 +123,12 @@ class AlgorithmCollectives(MessagePassing):
         if self.size == 1:
             return Completed()
         carrier = carrier_of(buffer, wire_dtype)
-        return self._algorithms[algorithm].start_reduce_scatter(buffer, cuts, carrier=carrier)
+        return self._algorithm(algorithm).start_reduce_scatter(buffer, cuts, carrier=carrier)
 
     def start_all_gather(
         self,
         buffer: Buffer,
-        algorithm: ReduceScatter = "native",
+        algorithm: ReduceScatter | Grid = "native",
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,
@@ -132,7 +136,7 @@ class AlgorithmCollectives(MessagePassing):
         cuts = shards_of_buffer("all-gather", buffer, self.size, cuts)
         if self.size == 1:
             return Completed()
-        start = self._algorithms[algorithm].start_all_gather
+        start = self._algorithm(algorithm).start_all_gather
         carrier = carrier_of(buffer, wire_dtype)
         if carrier is buffer:
             return start(buffer, cuts)
@@ -150,6 +154,17 @@ class AlgorithmCollectives(MessagePassing):
     @cached_property
     def _next_context(self) -> Callable[[], RingContext]:
         return contexts_on(self)
+
+    def _algorithm(self, which: ReduceScatter | Grid) -> Algorithm | GridAlgorithm:
+        if not isinstance(which, Grid):
+            return self._algorithms[which]
+        if which not in self._grids:
+            self._grids[which] = GridAlgorithm(self, which)
+        return self._grids[which]
+
+    @cached_property
+    def _grids(self) -> dict[Grid, GridAlgorithm]:
+        return {}
 
     @cached_property
     def _algorithms(self) -> dict[ReduceScatter, Algorithm]:

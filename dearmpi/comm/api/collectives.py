@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts, even_cuts
 from dearmpi.errors import CommError, ConfigError
+from dearmpi.grid import Grid
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -108,7 +109,7 @@ class Collectives(Protocol):
     def start_reduce_scatter(
         self,
         buffer: Buffer,
-        algorithm: ReduceScatter,
+        algorithm: ReduceScatter | Grid,
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,
@@ -117,20 +118,22 @@ class Collectives(Protocol):
 
         The other shards are left undefined.
 
+        algorithm: by name, or on a grid of all ranks, dimension by dimension.
         cuts: the same on every rank; they end where ``buffer`` does, and shards may be empty. None:
         equal shards, of a length that is a multiple of the world size.
         wire_dtype: in what to send a wider buffer; sums are formed in the buffer's own dtype.
         ``exchange`` rounds each rank's contribution once: with u = 2**-8 (bf16) or 2**-11 (fp16)
         an element is off by at most u times the sum of the contributions' magnitudes. ``ring``
         rounds the partial sum at each of P - 1 hops: by at most (1 + u)**(P - 1) - 1 times it.
-        ``native`` cannot. What fp16 cannot hold becomes infinite, or zero.
+        A grid rounds it once in each dimension. ``native`` cannot. What fp16 cannot hold becomes
+        infinite, or zero.
         """
         ...
 
     def start_all_gather(
         self,
         buffer: Buffer,
-        algorithm: ReduceScatter = "native",
+        algorithm: ReduceScatter | Grid = "native",
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dearmpi.comm.api.collectives import Buffer, Completed, ReduceOp, Request
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts
+from dearmpi.grid import Grid
 
 
 class AloneCollectives:
@@ -25,7 +26,7 @@ class AloneCollectives:
     def start_reduce_scatter(
         self,
         buffer: Buffer,
-        algorithm: ReduceScatter,
+        algorithm: ReduceScatter | Grid,
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,
@@ -35,7 +36,7 @@ class AloneCollectives:
     def start_all_gather(
         self,
         buffer: Buffer,
-        algorithm: ReduceScatter = "native",
+        algorithm: ReduceScatter | Grid = "native",
         *,
         wire_dtype: WireDtype | None = None,
         cuts: Cuts | None = None,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dearmpi.comm.algorithms.algorithm import SendScheduler
-from dearmpi.comm.algorithms.ring import RingContext, Rounds
+from dearmpi.comm.algorithms.ring import RingContext
 from dearmpi.comm.api.collectives import Request
 from dearmpi.cuts import even_cuts
 
@@ -77,7 +77,7 @@ def context(
     )
 
 
-def run(wires: Wires, rings: Sequence[Rounds], chance: random.Random) -> None:
+def run(wires: Wires, rings: Sequence[Request], chance: random.Random) -> None:
     """Deliver and poll in random order until all rings are complete."""
     left = list(rings)
     for _ in range(2000 * len(rings) ** 2):  # far more turns than all rounds of all rings take

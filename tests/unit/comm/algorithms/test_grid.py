@@ -1,0 +1,152 @@
+"""The grid: every shape, order and delay ends with right sums, the same bits on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from dearmpi import grid as grids
+from dearmpi.comm.algorithms import algorithm
+from dearmpi.comm.algorithms.algorithm import SendScheduler
+from dearmpi.comm.algorithms.grid import GridAlgorithm, grid_of
+from dearmpi.comm.api.collectives import Request
+from dearmpi.cuts import Cuts, even_cuts
+from dearmpi.grid import Grid, num_chunks, piece, stages_of
+from tests.unit.comm.algorithms.test_registry import Nothing
+from tests.unit.comm.wires import End, Wires, run
+
+SHAPES = ((2, 2), (2, 3), (3, 2), (2, 2, 2), (4,), (2, 2, 2, 2), (4, 2))
+
+
+class Ends(Nothing):
+    """One rank's access to the wires, as a library offers it."""
+
+    def __init__(
+        self,
+        wires: Wires,
+        rank: int,
+        hosts: tuple[str, ...],
+        scheduler: SendScheduler,
+        tag: int = 0,
+    ) -> None:
+        super().__init__(rank=rank, hosts=hosts, scheduler=scheduler)
+        self._num_tags = tag  # before the first
+        self._end = End(wires, rank)
+
+    def start_send(self, buffer: Any, destination: int, tag: int) -> Request:
+        return self._end.start_send(buffer, destination, tag)
+
+    def start_receive(self, buffer: Any, source: int, tag: int) -> Request:
+        return self._end.start_receive(buffer, source, tag)
+
+
+def orders_of(chance: random.Random, num_dimensions: int) -> tuple[tuple[int, ...], ...]:
+    """None, or some of all orders in which chunks may cross the dimensions."""
+    every = list(itertools.permutations(range(num_dimensions)))
+    return tuple(chance.sample(every, chance.randint(0, min(3, len(every)))))
+
+
+def cuts_of(chance: random.Random, size: int) -> Cuts:
+    """Even, or uneven with empty shards."""
+    if chance.random() < 0.7:
+        return even_cuts(chance.randint(0, 16 * size), size)
+    total = chance.randint(0, 100)
+    return Cuts((0, *sorted(chance.randint(0, total) for _ in range(size - 1)), total))
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_grids_and_delays_come_to_their_end(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two reduce-scatters and two all-gathers at once, which may have nothing under way."""
+    monkeypatch.setattr(grids, "_LEAST_PIECE_BYTES", 16)
+    monkeypatch.setattr(grids, "_ALIGNED", 1)
+    for seed in range(part, 80, 2):
+        chance = random.Random(seed)
+        shape = chance.choice(SHAPES)
+        size = math.prod(shape)
+        monkeypatch.setattr(algorithm, "MOST_BYTES", chance.choice((0, 64, 1 << 20)))
+        hosts = tuple(f"n{rank % (size // shape[0])}" for rank in range(size))  # in turn
+        grid = grid_of(shape, hosts)
+        grid = Grid(grid.sizes, grid.order, orders_of(chance, len(shape)))
+        _try(grid, hosts, chance)
+
+
+def _try(grid: Grid, hosts: tuple[str, ...], chance: random.Random) -> None:
+    size, wires = grid.num_ranks, Wires()
+    all_cuts = [cuts_of(chance, size) for _ in range(2)]
+    rows = [torch.randn(size, cuts.total, dtype=torch.float64) for cuts in all_cuts]
+    reduced, gathered = ([list(one.clone()) for one in rows] for _ in range(2))
+    started: list[Request] = []
+    for rank in range(size):
+        scheduler = SendScheduler()
+        reduce, gather = (
+            GridAlgorithm(Ends(wires, rank, hosts, scheduler, tag), grid) for tag in (0, 100)
+        )
+        for cuts, sums, shards in zip(all_cuts, reduced, gathered, strict=True):
+            carrier = sums[rank]
+            started.append(reduce.start_reduce_scatter(sums[rank], cuts, carrier=carrier))
+            started.append(gather.start_all_gather(shards[rank], cuts))
+    run(wires, started, chance)
+    for cuts, one, sums, shards in zip(all_cuts, rows, reduced, gathered, strict=True):
+        owned = [cuts.slice_of(rank) for rank in range(size)]
+        for rank, own in enumerate(owned):
+            assert torch.allclose(sums[rank][own], one.sum(0)[own], rtol=1e-12, atol=1e-12)
+            assert torch.equal(shards[rank], torch.cat([one[r][o] for r, o in enumerate(owned)]))
+    assert not any(wires.sends.values()) and not any(wires.receives.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_half_precision_is_added_in_the_wider_dtype(shape: tuple[int, ...]) -> None:
+    size, wires = math.prod(shape), Wires()
+    hosts = ("n0",) * size
+    cuts = even_cuts(30 * size, size)
+    buffers = [torch.full((cuts.total,), 1 + 2**-8 * (rank % 2)) for rank in range(size)]
+    carrier = torch.empty(0, dtype=torch.bfloat16)
+    started: list[Request] = [
+        GridAlgorithm(
+            Ends(wires, rank, hosts, SendScheduler()), grid_of(shape, hosts)
+        ).start_reduce_scatter(buffers[rank], cuts, carrier=carrier)
+        for rank in range(size)
+    ]
+    run(wires, started, random.Random(0))
+    for rank, buffer in enumerate(buffers):
+        error = (buffer[cuts.slice_of(rank)] - size).abs().max()
+        assert error <= size * len(shape) * 2**-8 and buffer.dtype == torch.float32
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_rank_sends_what_a_ring_sends(shape: tuple[int, ...]) -> None:
+    """In any order all dimensions together carry all shards but one."""
+    size = math.prod(shape)
+    grid = grid_of(shape, ("n0",) * size)
+    for order in itertools.permutations(range(len(shape))):
+        for rank in range(size):
+            stages = stages_of(grid, rank, order)
+            assert sum(len(p.shards) for s in stages for p in s.after) == size - 1
+            assert stages[-1].kept == (rank,)
+
+
+def test_hosts_are_the_outer_dimension() -> None:
+    hosts = ("a", "b", "a", "b", "a", "b")
+    grid = grid_of((3, 1, 2), hosts)
+    assert grid.sizes == (3, 2) and grid.order == (0, 2, 4, 1, 3, 5)
+    assert [grid.crosses_hosts(d, hosts) for d in range(2)] == [False, True]
+    inner, outer = stages_of(grid, 3, (0, 1))
+    assert [peer.rank for peer in inner.after] == [5, 1] and inner.kept == (2, 3)
+    assert [(peer.rank, peer.shards) for peer in outer.after] == [(2, (2,))]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 100, 4_000_001])
+def test_pieces_cover_each_shard_once(numel: int) -> None:
+    for cuts in (even_cuts(numel, 4), Cuts((0, 0, numel // 2, numel, numel))):
+        num = num_chunks(cuts, 4)
+        for rank in range(4):
+            pieces = [piece(cuts, rank, chunk, num) for chunk in range(num)]
+            assert [one.stop for one in pieces[:-1]] == [one.start for one in pieces[1:]]
+            assert (pieces[0].start, pieces[-1].stop) == cuts.range_of(rank)
