@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -77,7 +78,7 @@ class EngineSetting:
         must be at least ``least``, and greater than ``above``.
     """
 
-    kind: Literal["choice", "integer", "number", "switch"]
+    kind: Literal["choice", "integer", "number", "switch", "text"]
     help: str
     default: Any
     choices: tuple[str, ...] = ()
@@ -117,6 +118,11 @@ class EngineConfig:
         most half of the model.
     reduce_scatter: the algorithm: ``ring`` in chunks, an ``exchange`` of all shards, MPI's own
         (``native``), or ``auto`` to measure them at start.
+    topology: how ranks are grouped for both operations: ``flat``, not at all; ``hosts``, first
+        within hosts and then between them, which sends less between hosts of several ranks; or
+        sizes such as ``2x4``, ranks in each dimension from inner to outer, those of a host first.
+        The sums differ from those of ``flat`` in the last bits. Where hosts have different numbers
+        of ranks, or one each, ``hosts`` is ``flat``.
     comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
         keeps its shard unrounded for the optimizer; the model's parameters are rounded, those that
@@ -185,6 +191,12 @@ class EngineConfig:
         "choice",
         "the algorithm; auto measures at start",
         choices=(*get_args(ReduceScatter), "auto"),
+    )
+    topology: str = _declare(
+        "flat",
+        "text",
+        "flat; hosts: first within hosts, then between them; or sizes such as 2x4, from inner to "
+        "outer",
     )
     comm_dtype: CommDtype = _declare(
         "fp32",
@@ -264,6 +276,7 @@ class EngineConfig:
                 "'exchange', or leave comm_dtype out",
                 code="settings-contradict",
             )
+        self._check_topology()
         self._check_compress()
         self._check_shards()
         if self.update_on == "host" and self.gather == "gradients":
@@ -287,6 +300,34 @@ class EngineConfig:
                 f"window is {self.window}; at least 1 operation must be in flight",
                 code="out-of-range",
             )
+
+    def _check_topology(self) -> None:
+        if self.topology == "flat":
+            return
+        if self.topology != "hosts" and not re.fullmatch(
+            r"[1-9]\d{0,6}(x[1-9]\d{0,6})+", self.topology
+        ):
+            raise ConfigError(
+                f"topology is {self.topology!r}; give flat, hosts, or the ranks in each dimension, "
+                "from inner to outer, such as 2x4",
+                code="malformed-value",
+            )
+        for name, value, usual, why in (
+            ("reduce_scatter", self.reduce_scatter, "ring", "is for ranks that are not grouped"),
+            ("compress", self.compress, "none", "has no sums on a grid yet"),
+        ):
+            if value != usual:
+                raise ConfigError(
+                    f"topology is {self.topology!r}, but {name} is {value!r}, which {why}; leave "
+                    "one of the two out",
+                    code="settings-contradict",
+                )
+
+    @property
+    def grid_sizes(self) -> tuple[int, ...]:
+        """What ``topology`` says of the ranks in each dimension; none unless it has sizes."""
+        is_grid = self.topology[:1].isdecimal()
+        return tuple(map(int, self.topology.split("x"))) if is_grid else ()
 
     def _check_compress(self) -> None:
         if self.density is not None and not self.is_sparse:
@@ -392,6 +433,7 @@ class EngineConfig:
     def _check_types(self) -> None:
         for name in ("eager", "master_weights"):
             _check_type(name, getattr(self, name), bool, "True or False")
+        _check_type("topology", self.topology, str, "a text such as 'hosts' or '2x4'")
         _check_type("window", self.window, Integral, "a whole number")
         _check_type("compress_after", self.compress_after, Integral, "a whole number")
         if self.bucket_cap_mb is not None:
@@ -476,6 +518,7 @@ class EngineSettings(TypedDict, total=False):
     shards: Shards | Sequence[float]
     bucket_cap_mb: float | None
     reduce_scatter: ReduceScatter | Literal["auto"]
+    topology: str
     comm_dtype: CommDtype
     compress: Compress
     density: float | None

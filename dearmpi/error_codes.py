@@ -35,6 +35,9 @@ out-of-range
 settings-contradict
     Two settings exclude each other.
     Change or remove one of the two settings that the message names.
+topology-misfit
+    The sizes of a topology are not those of the job.
+    Give sizes whose product is the number of ranks, or `hosts`.
 unknown-argument
     A function was called with an argument of another library's interface.
     Use the argument or method that the message names instead.

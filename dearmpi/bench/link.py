@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from dearmpi.bench.result import LinkTimes
+from dearmpi.comm.algorithms.grid import choose_grid
 from dearmpi.comm.algorithms.registry import (
     CollectiveAlgorithms,
     Start,
@@ -73,7 +74,7 @@ def _starts(
         algorithm = select_reduce_scatter(world, largest, wire_dtype=config.wire_dtype)
     else:
         algorithm = config.reduce_scatter
-    algorithms = CollectiveAlgorithms(algorithm, config.wire_dtype)
+    algorithms = CollectiveAlgorithms(algorithm, config.wire_dtype, choose_grid(world, config))
     reduces: list[Start] = [
         partial(algorithms.start_reduce_scatter, buffer) for buffer in reversed(buffers)
     ]

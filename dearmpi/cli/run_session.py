@@ -108,10 +108,12 @@ def describe_start(
         f"{settings.lr_schedule}; {settings.precision}",
     ]
     if world.size > 1:
-        num_buckets = len(job.optimizer.layout)
+        num_buckets, topology = len(job.optimizer.layout), settings.topology
+        grouped = "" if topology == "flat" else f"topology {topology}, "
         lines.append(
             f"communication: schedule {job.optimizer.schedule.name}, gather {settings.gather}, "
-            f"reduce-scatter {settings.reduce_scatter}, {count_text(num_buckets, 'bucket')}, "
+            f"reduce-scatter {settings.reduce_scatter}, {grouped}"
+            f"{count_text(num_buckets, 'bucket')}, "
             f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
             "hidden: share of it that computation covered"
         )

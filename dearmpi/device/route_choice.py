@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from dearmpi.comm.algorithms.grid import choose_grid
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, select_reduce_scatter
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
@@ -136,7 +137,8 @@ def choose_algorithms(
     """
     wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
     if config.reduce_scatter != "auto":
-        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype)
+        grid = choose_grid(world, config)
+        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype, grid)
     largest = max(layout, key=lambda bucket: (bucket.trained, bucket.nbytes))
     # Not its own buffer, which it may never need.
     numel = even_cuts(largest.numel, world.size).total

@@ -22,6 +22,7 @@ OTHER_VALUES: dict[str, Any] = {
     "gather": "gradients",
     "bucket_cap_mb": 0.002,
     "reduce_scatter": "native",
+    "topology": "hosts",
     "comm_dtype": "bf16",
     "compress": "int8",
     "window": 1,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from dearmpi.config import MIB, EngineConfig, known_names
+from dearmpi.errors import ConfigError
+from tests.codes import raises
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,23 @@ def test_of_many_ranks_each_has_a_shard_worth_a_message(
     """A ring's messages are shards: start-up would be most of what smaller ones take."""
     model_bytes = int(model_mb * MIB)
     assert EngineConfig().cap_bytes(model_bytes, world_size=world_size) == cap_mb * MIB
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"topology": "racks"}, "malformed-value"),
+        ({"topology": "4"}, "malformed-value"),
+        ({"topology": "2x0"}, "malformed-value"),
+        ({"topology": 4}, "wrong-type"),
+        ({"topology": "hosts", "compress": "int8"}, "settings-contradict"),
+        ({"topology": "2x2", "reduce_scatter": "exchange"}, "settings-contradict"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(settings: dict[str, Any], code: str) -> None:
+    with raises(ConfigError, code, "topology"):
+        EngineConfig(**settings)
+    assert EngineConfig(topology="2x3x4").grid_sizes == (2, 3, 4)
 
 
 def test_an_unknown_name_far_from_all_gets_the_list_alone() -> None:

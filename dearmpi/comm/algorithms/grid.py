@@ -10,8 +10,9 @@ place: nothing is packed.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,7 +20,10 @@ from typing import Any, ClassVar
 from dearmpi.comm.algorithms.algorithm import MessagePassing, Priority, SendScheduler
 from dearmpi.comm.algorithms.ring import ring_order
 from dearmpi.comm.api.collectives import Buffer, Movement, Request
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
 from dearmpi.cuts import Cuts
+from dearmpi.errors import ConfigError
 from dearmpi.grid import Grid, Line, Peer, Stage, num_chunks, piece, stages_of
 
 _WINDOW = 2  # stages open at once in a dimension, so that one is on the wire while one is added
@@ -32,6 +36,37 @@ def grid_of(sizes: Sequence[int], hosts: Sequence[str]) -> Grid:
     """
     assert math.prod(sizes) == len(hosts), "a grid has a point for each rank"
     return Grid(tuple(size for size in sizes if size > 1), ring_order(hosts))
+
+
+def choose_grid(world: World, config: EngineConfig) -> Grid | None:
+    """The grid that ``config.topology`` describes; None for collectives without one.
+
+    Warns on rank 0 where hosts have different numbers of ranks. Raises ConfigError for sizes whose
+    product is not the number of ranks.
+    """
+    if config.topology == "flat" or world.size == 1:
+        return None
+    sizes = config.grid_sizes
+    if sizes and math.prod(sizes) != world.size:
+        raise ConfigError(
+            f"topology is {config.topology!r}, of {math.prod(sizes)} ranks, but the world size is "
+            f"{world.size}; give sizes whose product is the world size",
+            code="topology-misfit",
+        )
+    if not sizes:
+        counts = Counter(world.hosts)
+        if len(set(counts.values())) > 1:
+            if world.is_root:
+                warnings.warn(
+                    f"topology {config.topology!r} is flat here: hosts have from "
+                    f"{min(counts.values())} to {max(counts.values())} ranks, and a grid needs as "
+                    "many on each",
+                    stacklevel=9,
+                )
+            return None
+        sizes = (world.size // len(counts), len(counts))
+    grid = grid_of(sizes, world.hosts)
+    return grid if len(grid.sizes) > 1 else None  # one dimension is what a ring is made for
 
 
 class DimensionLane:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dearmpi.comm.algorithms.grid import choose_grid
 from dearmpi.comm.world import World
 from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
 from dearmpi.device.accelerator import device_of
@@ -165,9 +166,11 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
 
 
 def check_job(world: World, params: Collection[nn.Parameter], *, config: EngineConfig) -> None:
-    """Raise ConfigError unless ``shards`` has a weight for each rank, if it has any, and for
-    devices as ``check_devices`` does (collective).
+    """Raise ConfigError unless ``shards`` has a weight for each rank, if it has any, for sizes of a
+    ``topology`` that do not fit, and for devices as ``check_devices`` does (collective).
     """
+    if config.grid_sizes:
+        choose_grid(world, config)
     if config.has_weights and len(config.shards) != world.size:
         raise ConfigError(
             f"shards has {len(config.shards)} weights for {world.size} ranks; give one for each",

@@ -200,6 +200,7 @@ class RunChoices:
     shards: Shards = _of_engine("shards")
     bucket_cap_mb: float | None = _of_engine("bucket_cap_mb")
     reduce_scatter: ReduceScatter | Literal["auto"] = _of_engine("reduce_scatter")
+    topology: str = _of_engine("topology")
     comm_dtype: CommDtype = _of_engine("comm_dtype")
     compress: Compress = _of_engine("compress")
     density: float | None = _of_engine("density")

@@ -154,6 +154,7 @@ class RunSettings(RunChoices):
             shards=self.shards,
             bucket_cap_mb=self.bucket_cap_mb,
             reduce_scatter=self.reduce_scatter,
+            topology=self.topology,
             comm_dtype=self.comm_dtype,
             compress=self.compress,
             density=self.density,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,10 +14,16 @@ import torch
 from dearmpi import grid as grids
 from dearmpi.comm.algorithms import algorithm
 from dearmpi.comm.algorithms.algorithm import SendScheduler
-from dearmpi.comm.algorithms.grid import GridAlgorithm, grid_of
+from dearmpi.comm.algorithms.grid import GridAlgorithm, choose_grid, grid_of
 from dearmpi.comm.api.collectives import Request
+from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
 from dearmpi.cuts import Cuts, even_cuts
+from dearmpi.errors import ConfigError
 from dearmpi.grid import Grid, num_chunks, piece, stages_of
+from tests.codes import raises
+from tests.fakes import FakeHub
+from tests.fakes.ranks import run_ranks
 from tests.unit.comm.algorithms.test_registry import Nothing
 from tests.unit.comm.wires import End, Wires, run
 
@@ -66,7 +73,7 @@ def test_random_grids_and_delays_come_to_their_end(
     """Two reduce-scatters and two all-gathers at once, which may have nothing under way."""
     monkeypatch.setattr(grids, "_LEAST_PIECE_BYTES", 16)
     monkeypatch.setattr(grids, "_ALIGNED", 1)
-    for seed in range(part, 80, 2):
+    for seed in range(part, 50, 2):
         chance = random.Random(seed)
         shape = chance.choice(SHAPES)
         size = math.prod(shape)
@@ -140,6 +147,34 @@ def test_hosts_are_the_outer_dimension() -> None:
     inner, outer = stages_of(grid, 3, (0, 1))
     assert [peer.rank for peer in inner.after] == [5, 1] and inner.kept == (2, 3)
     assert [(peer.rank, peer.shards) for peer in outer.after] == [(2, (2,))]
+
+
+def chosen(topology: str, hosts: Sequence[str]) -> list[str]:
+    """The grid on each rank, as text."""
+
+    def body(world: World) -> str:
+        return str(choose_grid(world, EngineConfig(topology=topology)))
+
+    return run_ranks(len(hosts), body, hub=FakeHub(len(hosts), hosts=list(hosts)))
+
+
+def test_hosts_give_the_sizes_of_the_grid() -> None:
+    assert chosen("hosts", "aabb") == ["2x2"] * 4
+    assert chosen("hosts", "ababab") == ["3x2"] * 6
+    assert chosen("hosts", "abcd") == chosen("hosts", "aaaa") == ["None"] * 4
+    assert chosen("1x4", "aabb") == chosen("flat", "aabb") == ["None"] * 4
+    assert chosen("2x1x2", "aabb") == ["2x2"] * 4
+
+
+def test_uneven_hosts_are_flat_with_a_line_that_says_why() -> None:
+    with pytest.warns(UserWarning, match="from 1 to 2 ranks") as warned:
+        assert chosen("hosts", "aab") == ["None"] * 3
+    assert len(warned) == 1  # of rank 0
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with raises(ConfigError, "topology-misfit", "2x3", "6", "4"):
+        chosen("2x3", "aabb")
 
 
 @pytest.mark.parametrize("numel", [0, 1, 100, 4_000_001])
