@@ -20,7 +20,19 @@ PACKAGE = "dearmpi"
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
 
 _LIBRARY = frozenset(
-    {"engine", "device", "tune", "plan", "comm", "config", "cuts", "errors", "grid", "span"}
+    {
+        "batch_shares",
+        "engine",
+        "device",
+        "tune",
+        "plan",
+        "comm",
+        "config",
+        "cuts",
+        "errors",
+        "grid",
+        "span",
+    }
 )
 _TORCH = frozenset({"torch_internals"})
 
@@ -32,12 +44,13 @@ BELOW: dict[str, frozenset[str]] = {
     "error_codes": frozenset(),
     "config": frozenset({"errors"}),
     "guessed": frozenset({"errors"}),
+    "batch_shares": frozenset({"errors"}),
     "cuts": frozenset(),
     "grid": frozenset({"cuts"}),
     "span": frozenset(),
     "torch_internals": frozenset(),
-    "plan": frozenset({"config", "cuts", "errors", "grid", "version"}),
-    "comm": frozenset({"config", "cuts", "errors", "grid", "guessed"}),
+    "plan": frozenset({"batch_shares", "config", "cuts", "errors", "grid", "version"}),
+    "comm": frozenset({"batch_shares", "config", "cuts", "errors", "grid", "guessed"}),
     "device": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors", "grid"},
     "engine": _TORCH
     | {"device", "tune", "plan", "comm", "config", "cuts", "errors", "grid", "guessed", "span"},

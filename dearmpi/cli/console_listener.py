@@ -14,6 +14,7 @@ from dearmpi.config import MIB
 from dearmpi.engine.setup.self_planning import Pause
 from dearmpi.report.draw.units import count_text
 from dearmpi.report.read.pace import WORTH, Pace, SlowRanks, StragglerWatch
+from dearmpi.train.loop.balance import describe_shares
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.planning import CapSearch, PlanFile
@@ -40,17 +41,20 @@ class ConsoleListener:
     plan_file: PlanFile | None = None
     cap_search: CapSearch | None = None
     _live: Sequence[str] = ()
+    _weights: tuple[float, ...] = field(init=False)
     _step_s: float = 0.0
     _pace: Pace = field(default_factory=Pace)
     _watch: StragglerWatch = field(init=False)
 
     def __post_init__(self) -> None:
+        self._weights = self.job.batches.shares.weights
         self._watch = StragglerWatch(SlowRanks(self.job.start_step), self.job.world.hosts)
 
     def stepped(self, step: int) -> None:
         """Move the bar; the next iteration comes."""
         self.tell_plan()
         self._tell_trial()
+        self._tell_shares(step)
         if self.tracing is not None:
             self.tracing.begin_iteration(step + 1)
         if self.console.is_live:
@@ -81,6 +85,16 @@ class ConsoleListener:
         self.console.say_all(lines)
         for line in lines:
             logging.getLogger("dearmpi").info(line)
+
+    def _tell_shares(self, step: int) -> None:
+        """Say how ranks share batches from here on, if that has changed."""
+        batches = self.job.batches
+        if batches.shares.weights == self._weights:
+            return
+        self._weights = batches.shares.weights
+        line = f"after step {step}, {describe_shares(batches)}"
+        self.console.say(line)
+        logging.getLogger("dearmpi").info(line)
 
     def measured(self, row: MetricsRow) -> None:
         """Write a row; say it in a line."""

@@ -12,6 +12,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
 from dearmpi.report.draw.units import count_text
+from dearmpi.train.loop.balance import describe_shares
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.loop.planning import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch, PlanFile
@@ -133,6 +134,8 @@ def describe_start(
             f"ema {settings.ema:g}: held-out losses, and the model that is exported, are of the "
             "moving average of the parameters"
         )
+    if settings.batch_shares != "even" and world.size > 1:
+        lines.append(describe_shares(job.batches))
     lines.append(_describe_length(job))
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")

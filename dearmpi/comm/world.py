@@ -25,6 +25,7 @@ from typing import (
 
 import numpy as np
 
+from dearmpi.batch_shares import BatchShare
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import Call, name_ranks
 from dearmpi.comm.api.collectives import (
@@ -37,6 +38,7 @@ from dearmpi.comm.api.collectives import (
     check_contiguous,
     even_shards,
 )
+from dearmpi.comm.messages.batch_share import share_batch
 from dearmpi.comm.messages.collective_calls import (
     Steps,
     broadcast_bytes,
@@ -331,6 +333,28 @@ class World:
                 f"all-gather of {_describe(buffer)}",
                 partial(run_alike, start=lambda c: c.start_all_gather(buffer)),
             )
+
+    def batch_share(
+        self,
+        batch_size: int,
+        shares: Sequence[float] | Literal["even", "auto"] = "even",
+        *,
+        before: BatchShare | None = None,
+        seconds: float = 0.0,
+    ) -> BatchShare:
+        """What this rank computes of a batch of ``batch_size`` samples (collective).
+
+        ``(share.weight * loss_of(batch[share.start : share.stop])).backward()`` gives the gradient
+        of the mean over the batch, for any shares.
+
+        shares: a number above 0 for each rank; or ``auto``, by ``seconds``: what this rank computes
+        in a step, without waits, with its share ``before``. Rank 0 decides; ``before`` stays unless
+        a step gets more than 5 % shorter.
+        Raises ConfigError for shares that leave a rank without samples, MismatchError if ranks
+        differ.
+        """
+        with self.named_call("world.batch_share()"):
+            return share_batch(self, batch_size, shares, before=before, seconds=seconds)
 
     @answers_guesses("world.barrier", COLLECTIVE)
     def barrier(self) -> None:

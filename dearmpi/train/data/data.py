@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dearmpi.batch_shares import check_sizes, check_weights, share_range
 from dearmpi.errors import ConfigError, DataError, DearError
 from dearmpi.train.tasks.task import Samples, Task, collate
 
@@ -91,6 +92,35 @@ def check_shares(batch_size: int, world_size: int, rank: int, micro_batches: int
         )
 
 
+@dataclass(slots=True)
+class RankShares:
+    """How a step's samples are divided among ranks; between steps it may change.
+
+    weights: by rank; none of them: evenly.
+    """
+
+    weights: tuple[float, ...] = ()
+
+    def check(self, batch_size: int, world_size: int, micro_batches: int) -> None:
+        """Raise ConfigError unless each micro-batch of each rank has samples in a full batch."""
+        if self.weights:
+            check_weights(self.weights, world_size, name="batch_shares")
+            check_sizes(batch_size, self.weights, least=micro_batches, name="batch_shares")
+
+    def range_of(
+        self, count: int, world_size: int, rank: int, micro_batches: int
+    ) -> tuple[int, int]:
+        """First and one-past-last of the samples of ``rank``, of ``count``."""
+        if not self.weights:
+            return cut(count, world_size, rank)
+        return share_range(count, self.weights, rank, least=micro_batches)
+
+    def sizes(self, count: int, world_size: int, micro_batches: int) -> tuple[int, ...]:
+        """Samples by rank, of ``count``."""
+        ranges = (self.range_of(count, world_size, r, micro_batches) for r in range(world_size))
+        return tuple(last - first for first, last in ranges)
+
+
 def divide(
     mine: Sequence[int], *, count: int, world_size: int, micro_batches: int
 ) -> tuple[MicroBatch, ...]:
@@ -111,6 +141,7 @@ class Batches:
         of an epoch holds what is left.
     micro_batches: forward and backward passes whose gradients are accumulated into one step.
     shuffle: a new order each epoch, from ``seed`` and the epoch; else the data set's own.
+    shares: how many of a step's samples each rank has; which samples a step has does not change.
 
     Raises ConfigError where a full batch would leave some micro-batch of some rank empty, and
     DataError where there are fewer samples than ranks.
@@ -123,10 +154,12 @@ class Batches:
     micro_batches: int = 1
     seed: int = 0
     shuffle: bool = True
+    shares: RankShares = field(default_factory=RankShares)
     _order: EpochOrder = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_shares(self.batch_size, self.world_size, self.rank, self.micro_batches)
+        self.shares.check(self.batch_size, self.world_size, self.micro_batches)
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed}; it must be 0 or more", code="out-of-range")
         if self.num_samples < self.world_size:
@@ -155,8 +188,8 @@ class Batches:
     def last_passes(self) -> list[int]:
         """Micro-batches that are not empty in the last step of an epoch, by rank."""
         count = self.num_samples - (self.steps_per_epoch - 1) * self.batch_size
-        shares = [cut(count, self.world_size, rank) for rank in range(self.world_size)]
-        return [min(self.micro_batches, last - first) for first, last in shares]
+        sizes = self.shares.sizes(count, self.world_size, self.micro_batches)
+        return [min(self.micro_batches, size) for size in sizes]
 
     def step(self, epoch: int, step_in_epoch: int) -> tuple[MicroBatch, ...]:
         """This rank's micro-batches of one step, ``micro_batches`` of them.
@@ -171,7 +204,7 @@ class Batches:
             )
         begin = step_in_epoch * self.batch_size
         count = min(self.batch_size, self.num_samples - begin)
-        first, last = cut(count, self.world_size, self.rank)
+        first, last = self.shares.range_of(count, self.world_size, self.rank, self.micro_batches)
         mine = self._order.samples(epoch, begin + first, begin + last)
         return divide(
             mine, count=count, world_size=self.world_size, micro_batches=self.micro_batches

@@ -39,12 +39,14 @@ class BatchRequest:
     the number of workers nor on a restart.
     stream: of a stream, epoch, step in it and number of the micro-batch, instead of the indices;
     what is loaded is a StreamBatch.
+    weights: of a stream, by which the ranks share a step's samples; none of them: evenly.
     """
 
     indices: tuple[int, ...]
     held_out: bool = False
     seed: tuple[int, ...] = (0,)
     stream: tuple[int, int, int] | None = None
+    weights: tuple[float, ...] = ()
 
 
 class BatchLoader(Protocol):
@@ -166,7 +168,7 @@ def open_loader(task: Task, *, name: str, num_workers: int) -> BatchLoader:
 def _load(task: Task, wanted: BatchRequest) -> Any:
     data: Any = task.eval_data if wanted.held_out else task.train_data
     if wanted.stream is not None:
-        return data.load(task, *wanted.stream)
+        return data.load(task, *wanted.stream, wanted.weights)
     assert data is not None
     return load_batch(task, data, wanted.indices)
 

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from dearmpi.errors import DataError, DearError
-from dearmpi.train.data.data import MicroBatch, check_shares, cut, divide
+from dearmpi.train.data.data import MicroBatch, RankShares, check_shares, divide
 from dearmpi.train.tasks.task import Task, collate
 
 
@@ -30,6 +30,7 @@ class StreamBatches:
     world_size: int
     rank: int
     micro_batches: int = 1
+    shares: RankShares = field(default_factory=RankShares)
     epoch: int = 0
     first_step: int = 0
     count: int = 0
@@ -39,6 +40,7 @@ class StreamBatches:
 
     def __post_init__(self) -> None:
         check_shares(self.batch_size, self.world_size, self.rank, self.micro_batches)
+        self.shares.check(self.batch_size, self.world_size, self.micro_batches)
 
     def position(self, step: int) -> tuple[int, int]:
         """Pass and step within it of step number ``step``, which is not far back."""
@@ -50,9 +52,13 @@ class StreamBatches:
         """The next pass begins with ``step``."""
         self.epoch, self._first_before, self.first_step = self.epoch + 1, self.first_step, step
 
-    def shares(self, count: int) -> tuple[MicroBatch, ...]:
-        """This rank's micro-batches of a step of ``count`` samples, by their place in it."""
-        first, last = cut(count, self.world_size, self.rank)
+    def parts(self, count: int, weights: tuple[float, ...] | None = None) -> tuple[MicroBatch, ...]:
+        """This rank's micro-batches of a step of ``count`` samples, by their place in it.
+
+        weights: of the ranks, instead of those that count now.
+        """
+        shares = self.shares if weights is None else RankShares(weights)
+        first, last = shares.range_of(count, self.world_size, self.rank, self.micro_batches)
         return divide(
             range(first, last),
             count=count,
@@ -89,12 +95,16 @@ class Stream:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
-    def load(self, task: Task, epoch: int, step: int, number: int) -> StreamBatch:
+    def load(
+        self, task: Task, epoch: int, step: int, number: int, weights: tuple[float, ...] = ()
+    ) -> StreamBatch:
         """Micro-batch ``number`` of this rank; steps come in rising order. Raises DataError for
         samples that cannot be read or make no batch.
+
+        weights: of the ranks, by which they share the step's samples; none of them: evenly.
         """
         samples = self._read(task, epoch, step)
-        indices = self._batches.shares(len(samples))[number].indices
+        indices = self._batches.parts(len(samples), weights)[number].indices
         if not indices:
             return StreamBatch(len(samples), None)
         try:

@@ -23,10 +23,11 @@ from dearmpi.plan.data.plan import Plan, read_plan
 from dearmpi.plan.data.plan_choice import check_plan
 from dearmpi.train.checkpoint import check_model, optimizer_state_dict, parameter_names
 from dearmpi.train.checkpoint.snapshot import Snapshot
-from dearmpi.train.data.data import Batches
+from dearmpi.train.data.data import Batches, RankShares
 from dearmpi.train.data.loading import BatchLoader, open_loader
 from dearmpi.train.data.streaming import Stream, StreamBatches
 from dearmpi.train.loop.averaging import Average
+from dearmpi.train.loop.balance import first_weights, stored_weights
 from dearmpi.train.loop.blocks import prepare_blocks
 from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
@@ -98,6 +99,7 @@ class Job:
             "world_size": self.world.size,
             "lr_factor": self.curve.factor(step),
             "config": self.settings.as_plain(),
+            **stored_weights(self.batches.shares.weights),
             **({} if self.stream is None else {"stream": self.stream.state(epoch, step_in_epoch)}),
             **({} if self.scaler is None else {"scaler": self.scaler.state_dict()}),
             **({"best": self.best.state()} if self.best.is_watched else {}),
@@ -128,15 +130,22 @@ class Job:
         return num_samples * self.task.units_per_sample
 
 
-def share_samples(settings: RunSettings, task: Task, world: World) -> Batches | StreamBatches:
-    """How the ranks share the samples. Raises ConfigError or DataError for too few of them, and
-    for what a run over a stream cannot have.
+def share_samples(
+    settings: RunSettings, task: Task, world: World, snapshot: Snapshot | None = None
+) -> Batches | StreamBatches:
+    """How the ranks share the samples, at first as where ``snapshot`` was written. Raises
+    ConfigError or DataError for too few of them, and for what a run over a stream cannot have.
     """
     num_samples = count_samples(task.train_data)
+    shares = RankShares(first_weights(settings, world, snapshot))
     if num_samples is None:
         _check_stream(settings, task)
         return StreamBatches(
-            settings.batch_size, world.size, world.rank, settings.gradient_accumulation_steps
+            settings.batch_size,
+            world.size,
+            world.rank,
+            settings.gradient_accumulation_steps,
+            shares,
         )
     return Batches(
         num_samples,
@@ -145,6 +154,7 @@ def share_samples(settings: RunSettings, task: Task, world: World) -> Batches | 
         world.rank,
         micro_batches=settings.gradient_accumulation_steps,
         seed=settings.seed,
+        shares=shares,
     )
 
 
@@ -163,7 +173,7 @@ def prepare(
     Raises AgreedError where that fails, on any rank, and MismatchError where ranks differ.
     """
     with together(world):
-        batches = share_samples(settings, task, world)
+        batches = share_samples(settings, task, world, snapshot)
         total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
         stream: Stream | None = None
         if isinstance(batches, Batches):

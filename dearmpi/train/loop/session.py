@@ -20,6 +20,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import go_back
+from dearmpi.train.loop.balance import fits_ranks, warn_of_batch_norm
 from dearmpi.train.loop.job import Job, check_position, prepare, share_samples
 from dearmpi.train.loop.optimizers import OptimizerChoice, choose_optimizer
 from dearmpi.train.loop.planning import why_untraceable
@@ -81,7 +82,9 @@ class Session:
         """What people should know before it starts."""
         untraced = [f"nothing is recorded: {self.untraced}"] if self.untraced else []
         crowded = [*self.threads.warnings, *self.device.warnings]
-        return [*self.location.notes, *crowded, *self.job.curve.notes, *untraced]
+        job = self.job
+        uneven = warn_of_batch_norm(job.settings, job.world, job.task.model)
+        return [*self.location.notes, *crowded, *job.curve.notes, *uneven, *untraced]
 
     def describe_rank(self) -> str:
         """One line about this rank."""
@@ -105,6 +108,8 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
     with together(world):
         if snapshot is not None:
             stored = _stored_source(snapshot, origin=str(location.checkpoint))
+            if not fits_ranks(stored.values.get("batch_shares", ""), snapshot.meta, world):
+                stored = without(stored, ("batch_shares",))
             sources = [*sources, stored]
             # Before the task is built, to which the options of another one mean nothing.
             check_resumable(stored.values, before_task(sources), names=BEFORE_THE_TASK)
@@ -125,7 +130,7 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
         task.model.to(device.device)
         settings, choice = settle(sources, task, snapshot)
         settings = replace(settings, run_folder=str(location.root), name=location.name)
-        share_samples(settings, task, world)
+        share_samples(settings, task, world, snapshot)
     _compare_built(world, settings, task)
     kept = (
         RunFolder(location.root / location.name).plan if _has_planned(location, snapshot) else None

@@ -76,13 +76,15 @@ def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
     return result
 
 
-def coming_batches(job: Job) -> Iterator[BatchRequest]:
-    """All batches of this rank, in order, from the run's first step to its end."""
+def coming_batches(job: Job, start_step: int) -> Iterator[BatchRequest]:
+    """All batches of this rank, in order, from step number ``start_step`` to the run's end, as the
+    ranks share them now.
+    """
     if isinstance(job.batches, StreamBatches):
-        yield from _coming_of_stream(job, job.start_step)
+        yield from _coming_of_stream(job, start_step)
         return
     batches = replace(job.batches)  # which may keep the order of another epoch
-    for step in range(job.start_step, job.total_steps):
+    for step in range(start_step, job.total_steps):
         shares = (share for share in batches.step(*job.position(step)) if share.indices)
         for number, share in enumerate(shares):
             yield _wanted(job, share, step, number)
@@ -97,7 +99,8 @@ def _coming_of_stream(job: Job, step: int) -> Iterator[BatchRequest]:
 
 
 def _wanted_of_stream(job: Job, stream: tuple[int, int, int]) -> BatchRequest:
-    return BatchRequest((), seed=(job.settings.seed, job.world.rank, *stream), stream=stream)
+    seed = (job.settings.seed, job.world.rank, *stream)
+    return BatchRequest((), seed=seed, stream=stream, weights=job.batches.shares.weights)
 
 
 def _wanted(job: Job, share: MicroBatch, step: int, number: int) -> BatchRequest:
@@ -146,7 +149,7 @@ class _BatchLoader:
         if batches.count < batches.batch_size:
             self._begin_pass(batches, self.step + 1)
         self.seconds += time.perf_counter() - begin_s
-        return batches.shares(batches.count)
+        return batches.parts(batches.count)
 
     def _load_stream(self, batches: StreamBatches) -> int:
         """Load the step's micro-batches; how many samples it has over all ranks."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dearmpi.errors import NonFiniteLossError
+from dearmpi.train.loop.balance import Balance
 from dearmpi.train.loop.callbacks import Callbacks, Fit
 from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
@@ -66,6 +67,9 @@ class Trainer:
             skips_bad=job.settings.on_nan == "skip",
             cure="lower --lr, clip with --max-grad-norm, or skip such steps with --on-nan skip",
         )
+        self._balance: Balance | None = None
+        if job.settings.batch_shares == "auto" and job.world.size > 1:
+            self._balance = Balance(job.world, job.batches)
         self._row_step = job.start_step
         self._last: StepResult | None = None
         self._first_loss: float | None = None
@@ -79,7 +83,7 @@ class Trainer:
 
         Raises what a task's code raises; NonFiniteLossError and AgreedError on all ranks alike.
         """
-        self._job.loading.expect(coming_batches(self._job))
+        self._job.loading.expect(coming_batches(self._job, self._job.start_step))
         try:
             self._callbacks.call("on_fit_start")
             if self._owes_evaluation:
@@ -135,12 +139,15 @@ class Trainer:
             model.train()
         self._last = take_step(self._job, self._step)
         self._count_skip(self._last)
+        num_samples = self._samples_of_step()
         self._steps.end(
             self._last.loss,
-            num_samples=self._samples_of_step(),
+            num_samples=num_samples,
             data_s=self._last.data_s,
             row_due=row_due,
         )
+        if self._balance is not None and self._balance.note(num_samples, self._steps.own_s):
+            self._job.loading.expect(coming_batches(self._job, self._step))
         self._listener.stepped(self._step)
         fit = self._fit
         fit.step, fit.loss, fit.lr = self._step, self._last.loss, self._last.lr

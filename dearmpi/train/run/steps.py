@@ -25,8 +25,9 @@ class RunSteps:
 
     step: optimizer steps taken. stopping: whether a rank requested a stop. skips_bad: a loss that
     is not finite is left out of the rows; else it is a NonFiniteLossError on all ranks, which
-    recommends ``cure``. since_row_s, since_save_s: seconds by rank 0's clock, as the last totals
-    that were read show it: the same on all ranks.
+    recommends ``cure``. own_s: what the last step took this rank, without waits. since_row_s,
+    since_save_s: seconds by rank 0's clock, as the last totals that were read show it: the same on
+    all ranks.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RunSteps:
         self._times = TimesExchange(state.world)
         self._losses: list[float] = []
         self._began_s = time.perf_counter()
-        self._clock_s = self._row_s = self._save_s = 0.0
+        self._clock_s = self._row_s = self._save_s = self.own_s = 0.0
         self.begin()
 
     @property
@@ -89,6 +90,7 @@ class RunSteps:
         seconds = time.perf_counter() - self._begin_s
         times = [optimizer.times for optimizer in self._state.optimizers]
         waited_s = self._world.progress.waited_s - self._waited_s
+        self.own_s = max(0.0, seconds - waited_s)
         self.meter.add(
             Sums(
                 1,

@@ -28,6 +28,7 @@ LrSchedule = Literal["constant", "cosine", "step"]
 NoDecay = Literal["norms", "biases"]
 TrackerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 OnNan = Literal["stop", "skip"]
+BatchSharesName = Literal["auto", "even"]
 
 _LIMITS = StallLimits()
 
@@ -102,6 +103,16 @@ class RunChoices:
     )
     gradient_accumulation_steps: int = setting(
         1, "Length", "integer", "micro-batches per optimizer step; default: 1", least=1
+    )
+    batch_shares: BatchSharesName | tuple[float, ...] = setting(
+        "even",
+        "Length",
+        "choice",
+        "how ranks share a batch: evenly; by numbers, one for each rank, such as 2,1,1,1; or auto, "
+        "by their measured speed. Results are the same but for rounding",
+        choices=get_args(BatchSharesName),
+        metavar="auto|even|X,X,...",
+        takes_numbers=True,
     )
 
     optimizer: str = setting(

@@ -48,6 +48,7 @@ class Setting:
     least, above, most: bounds of a number.
     fixed: a run that is resumed must keep it.
     takes_own: beside the choices, a function of the user's as FILE.py:NAME or package.module:NAME.
+    takes_numbers: beside the choices, a number for each rank, separated by commas.
     usual: the short help lists it.
     """
 
@@ -62,6 +63,7 @@ class Setting:
     most: float | None = None
     fixed: bool = False
     takes_own: bool = False
+    takes_numbers: bool = False
     usual: bool = False
 
     @property
@@ -83,6 +85,8 @@ class Setting:
                 return self._check_bounds(_to_seconds(value, label), label)
             case "switch":
                 return _to_switch(value, label)
+            case "choice" if self.takes_numbers and not _is_word(value):
+                return _to_numbers(value, label)
             case "choice":
                 return self._check_choice(_to_text(value, label), label)
             case "text":
@@ -218,6 +222,11 @@ def _to_filled(value: object, label: str) -> str:
             f"{label} is empty; give a value, or leave it out", code="malformed-value"
         )
     return text
+
+
+def _is_word(value: object) -> bool:
+    """Whether ``value`` can only be one of the choices, not numbers."""
+    return isinstance(value, str) and not any(char.isdigit() for char in value)
 
 
 def _to_numbers(value: object, label: str) -> tuple[float, ...]:

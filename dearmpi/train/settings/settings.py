@@ -85,6 +85,7 @@ class RunSettings(RunChoices):
             ("schedule", self.schedule, ("dear",)),
             ("trace", self.trace, (None,)),
             ("ema", self.ema, (None,)),
+            ("batch_shares", self.batch_shares, ("even",)),
             ("precision", self.precision, ("fp32", "bf16", "fp64")),
         )
         for name, value, served in refused:

@@ -48,13 +48,21 @@ def check(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"gradient_accumulation_steps": 2}, {"workers": 2}, {"schedule": "serial"}],
-    ids=["itself", "accumulation", "workers", "serial"],
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"workers": 2},
+        {"schedule": "serial"},
+        {"workers": 1, "batch_shares": "unequal"},
+    ],
+    ids=["itself", "accumulation", "workers", "serial", "shares"],
 )
 def test_any_number_of_ranks_trains_what_one_process_trains(
     world: World, folder: Path, given: dict[str, object]
 ) -> None:
     """Over two ends, of passes whose last batch holds three samples."""
+    if "batch_shares" in given:
+        given = {**given, "batch_shares": tuple(1.0 + rank for rank in range(world.size))}
     assert run(world, folder, "a", log_interval=1, **STREAM, **given) == 0
     world.barrier()
     check(folder, "a")

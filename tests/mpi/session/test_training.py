@@ -25,6 +25,7 @@ def plain_training(
     num_steps: int,
     *,
     dtype: torch.dtype,
+    batch_size: int = BATCH_SIZE,
     follow: Callable[[nn.Module], None] = lambda model: None,
 ) -> dict[str, Tensor]:
     """The same training without dearmpi: whole batches, one process. ``follow`` is called after
@@ -35,7 +36,7 @@ def plain_training(
     seed_all(0)
     model: nn.Module = names["make_model"](0.0).to(dtype)  # type: ignore[operator]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    batches = Batches(NUM_SAMPLES, BATCH_SIZE, world_size=1, rank=0)
+    batches = Batches(NUM_SAMPLES, batch_size, world_size=1, rank=0)
     generator = torch.Generator().manual_seed(NUM_SAMPLES)
     inputs = torch.randn(NUM_SAMPLES, 6, generator=generator).to(dtype)
     targets = torch.stack([row.float().sum().sin().to(dtype).reshape(1) for row in inputs])
@@ -58,14 +59,23 @@ def plain_training(
         {"gradient_accumulation_steps": 2, "reduce_scatter": "exchange"},
         {"on_nan": "skip", "log_interval": 1},
         {"max_grad_norm": 1e6, "window": 1},
+        {"batch_shares": "unequal"},
+        {"batch_shares": "unequal", "gradient_accumulation_steps": 2, "batch_size": 30},
     ],
-    ids=["dear", "serial", "wfbp", "accumulation", "skip", "clipping"],
+    ids=[
+        *("dear", "serial", "wfbp", "accumulation", "skip", "clipping"),
+        *("shares", "accumulated-shares"),
+    ],
 )
 def test_any_number_of_ranks_trains_what_one_process_trains(
     world: World, folder: Path, given: dict[str, object]
 ) -> None:
+    if "batch_shares" in given:  # the first rank has most, the last least
+        shares = tuple(float(world.size - rank) for rank in range(world.size))
+        given = {**given, "batch_shares": shares}
     assert run(world, folder, "a", **given) == 0
-    expected = plain_training(12, dtype=torch.float64)
+    batch_size = int(str(given.get("batch_size", BATCH_SIZE)))
+    expected = plain_training(12, dtype=torch.float64, batch_size=batch_size)
     found = saved_model(folder, "a", 12)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-10, atol=1e-12)

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dearmpi.errors import ConfigError, DataError, TaskError
-from dearmpi.train.data.data import Batches, MicroBatch, cut, evaluation_shares, load_batch
+from dearmpi.train.data.data import (
+    Batches,
+    MicroBatch,
+    RankShares,
+    cut,
+    evaluation_shares,
+    load_batch,
+)
 from dearmpi.train.tasks.task import Samples, Task
 from tests.codes import raises
 
@@ -27,6 +34,7 @@ class Shape:
     world_size: int
     micro_batches: int
     seed: int
+    weights: tuple[float, ...] = ()
 
     def batches(self, rank: int) -> Batches:
         return Batches(
@@ -36,6 +44,7 @@ class Shape:
             rank,
             micro_batches=self.micro_batches,
             seed=self.seed,
+            shares=RankShares(self.weights),
         )
 
     def step(self, epoch: int, step: int) -> list[tuple[MicroBatch, ...]]:
@@ -43,11 +52,16 @@ class Shape:
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
+def shapes(draw: st.DrawFn, *, weighted: bool = True) -> Shape:
     world_size = draw(st.integers(1, 6))
     micro_batches = draw(st.integers(1, 4))
     least = world_size * micro_batches
+    weights: tuple[float, ...] = ()
+    if weighted and draw(st.booleans()):
+        weights = tuple(draw(st.floats(1.0, 3.0)) for _ in range(world_size))
+        least *= 3
     return Shape(
+        weights=weights,
         num_samples=draw(st.integers(world_size, 150)),
         batch_size=draw(st.integers(least, least + 40)),
         world_size=world_size,
@@ -93,7 +107,7 @@ def test_weights_average_over_ranks_to_the_mean_over_the_steps_samples(shape: Sh
         torch.testing.assert_close(weighted / shape.world_size, losses[used].mean())
 
 
-@given(shapes())
+@given(shapes(weighted=False))
 def test_only_the_last_batch_of_an_epoch_is_partial_and_shares_are_even(shape: Shape) -> None:
     steps = shape.batches(0).steps_per_epoch
     for step in range(steps):
@@ -150,6 +164,10 @@ def test_a_last_batch_smaller_than_the_world_leaves_empty_micro_batches() -> Non
         ({"rank": 4}, ConfigError, ["rank is 4", "0 to 3"]),
         ({"micro_batches": 0}, ConfigError, ["micro_batches is 0"]),
         ({"seed": -1}, ConfigError, ["seed is -1"]),
+        ({"shares": RankShares((2.0, 1.0))}, ConfigError, ["2,1", "2 numbers", "4 ranks"]),
+        ({"shares": RankShares((2, 1, -1, 1))}, ConfigError, ["2,1,-1,1", "rank 2", "share -1"]),
+        ({"shares": RankShares((0, 0, 0, 0))}, ConfigError, ["0,0,0,0", "rank 0"]),
+        ({"shares": RankShares((5, 1, 1, 1))}, ConfigError, ["rank 1 1 of 8", "needs 2"]),
     ],
 )
 def test_impossible_sizes_are_refused_with_the_numbers(

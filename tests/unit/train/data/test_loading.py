@@ -205,7 +205,7 @@ def test_a_run_is_the_same_bit_by_bit(
     assert equal(ends[0][0], ends[1][0])
     assert ends[0][1] == ends[1][1] and len(ends[0][1]) > 3
     trained = [one for one in submitted if not one.held_out]
-    assert trained == list(coming_batches(job)), "some were not expected as they were wanted"
+    assert trained == list(coming_batches(job, 0)), "some were not expected as they were wanted"
 
 
 TASK_FILE = """

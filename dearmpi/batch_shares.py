@@ -1,0 +1,141 @@
+"""Batch shares: how many samples of a step each rank computes.
+
+Ranks of unequal speed finish together if the faster ones compute more samples. A rank's mean loss
+then counts by its samples, so that the average over ranks is the mean over the step's samples for
+any shares. Pure: every rank finds the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import fsum, isfinite
+
+from dearmpi.errors import ConfigError
+
+DEAD_BAND = 0.05  # shares stay unless a step gets shorter by more than this part
+
+
+def share_sizes(count: int, weights: Sequence[float], *, least: int = 0) -> tuple[int, ...]:
+    """Whole samples by rank, ``count`` in all, in proportion to ``weights``: the largest remainders
+    are rounded up, and of equal ones those of lower ranks.
+
+    weights: above 0. least: samples that each rank has in any case; ``count`` must suffice.
+    """
+    total = fsum(weights)
+    ideal = [count * (weight / total) for weight in weights]
+    sizes = [int(part) for part in ideal]
+    ranks = sorted(range(len(sizes)), key=lambda rank: sizes[rank] - ideal[rank])
+    for rank in ranks[: count - sum(sizes)]:
+        sizes[rank] += 1
+    while min(sizes) < least:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(min(sizes))] += 1
+    return tuple(sizes)
+
+
+def share_range(
+    count: int, weights: Sequence[float], rank: int, *, least: int = 1
+) -> tuple[int, int]:
+    """First and one-past-last of the samples of ``rank``. Each rank has ``least`` samples, or as
+    many as there are for each.
+    """
+    sizes = share_sizes(count, weights, least=min(least, count // len(weights)))
+    begin = sum(sizes[:rank])
+    return begin, begin + sizes[rank]
+
+
+def faster_sizes(
+    sizes: Sequence[int],
+    seconds: Sequence[float],
+    *,
+    least: int = 1,
+    dead_band: float = DEAD_BAND,
+) -> tuple[int, ...]:
+    """Sizes with which all ranks compute equally long; ``sizes`` themselves where a step would not
+    get shorter by more than ``dead_band`` of it.
+
+    seconds: of computing, by rank, with ``sizes``; taken to grow with the samples. What a rank
+    computes besides makes the first change fall short, and the next one smaller.
+    """
+    weights = [size / max(time, 1e-9) for size, time in zip(sizes, seconds, strict=True)]
+    found = share_sizes(sum(sizes), weights, least=least)
+    shorter = max(size / weight for size, weight in zip(found, weights, strict=True))
+    return found if shorter < (1.0 - dead_band) * max(seconds) else tuple(sizes)
+
+
+def check_weights(weights: Sequence[float], size: int, *, name: str) -> None:
+    """Raise ConfigError unless each of ``size`` ranks has a weight above 0.
+
+    name: what to call them.
+    """
+    shown = ",".join(f"{weight:g}" for weight in weights)
+    if len(weights) != size:
+        raise ConfigError(
+            f"{name} {shown} has {len(weights)} numbers for {size} ranks; give one for each",
+            code="settings-contradict",
+        )
+    for rank, weight in enumerate(weights):
+        if not (isfinite(weight) and weight > 0):
+            raise ConfigError(
+                f"{name} {shown} gives rank {rank} the share {weight:g}, but every rank needs "
+                "samples in each step; give numbers above 0, or use fewer ranks",
+                code="out-of-range",
+            )
+
+
+def check_sizes(count: int, weights: Sequence[float], *, least: int, name: str) -> None:
+    """Raise ConfigError where a batch of ``count`` samples leaves a rank fewer than ``least``."""
+    sizes = share_sizes(count, weights)
+    rank = sizes.index(min(sizes))
+    if sizes[rank] < least:
+        shown = ",".join(f"{weight:g}" for weight in weights)
+        raise ConfigError(
+            f"{name} {shown} gives rank {rank} {sizes[rank]} of {count} samples, but it needs "
+            f"{least}; raise the batch size or the rank's share",
+            code="batch-too-small",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShare:
+    """What one rank computes of a batch: samples ``start`` to ``stop`` of it.
+
+    sizes: samples by rank. weights: what they follow, by rank.
+    """
+
+    rank: int
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def size(self) -> int:
+        """Samples of this rank."""
+        return self.sizes[self.rank]
+
+    @property
+    def start(self) -> int:
+        """The first sample of this rank."""
+        return list(accumulate(self.sizes, initial=0))[self.rank]
+
+    @property
+    def stop(self) -> int:
+        """One past the last sample of this rank."""
+        return self.start + self.size
+
+    @property
+    def weight(self) -> float:
+        """The factor on this rank's mean loss. The average over ranks of the weighted losses, and
+        of their gradients, is then the mean over the batch.
+        """
+        return self.size * len(self.sizes) / sum(self.sizes)
+
+    def of(self, count: int) -> BatchShare:
+        """The share of another batch, such as the last of an epoch, of ``count`` samples; 1 or
+        more. No rank is without samples unless there are too few.
+        """
+        if count < 1:
+            raise ConfigError(f"count is {count}; it must be 1 or more", code="out-of-range")
+        least = min(1, count // len(self.weights))
+        return BatchShare(self.rank, share_sizes(count, self.weights, least=least), self.weights)
