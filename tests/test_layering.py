@@ -65,7 +65,7 @@ BELOW: dict[str, frozenset[str]] = {
     "bench": _LIBRARY | _TORCH | {PACKAGE, "local", "train", "report"},
     # It measures as a benchmark does, and judges what a run would do: above both.
     "doctor": _LIBRARY | {PACKAGE, "bench", "train", "report"},
-    "cli": _LIBRARY | {"version", PACKAGE, "doctor", "bench", "train", "report"},
+    "cli": _LIBRARY | {"local", "version", PACKAGE, "doctor", "bench", "train", "report"},
     "__main__": frozenset({"drop_in"}),
 }
 

@@ -13,6 +13,7 @@ import dearmpi
 from dearmpi.cli.bench import bench
 from dearmpi.cli.doctor import doctor
 from dearmpi.cli.endings import INTERRUPTED, complain, exit_code
+from dearmpi.cli.federate import federate
 from dearmpi.cli.flags import CONTEXT
 from dearmpi.cli.measure import calibrate, profile
 from dearmpi.cli.plan import plan
@@ -36,6 +37,7 @@ group.add_command(simulate)
 group.add_command(calibrate)
 group.add_command(profile)
 group.add_command(plan)
+group.add_command(federate)
 group.add_command(runs)
 group.add_command(compare)
 group.add_command(report)

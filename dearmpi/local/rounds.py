@@ -6,7 +6,7 @@ part in. A control variate that follows later, by values of a later round, does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from dearmpi.local.anchor import Anchor
 from dearmpi.plan.data.rounds import RoundRule
 
 _NAME = "values"
+Slopes = Callable[[Tensor], Tensor]  # of (clients, size), of one client's point in each row
 
 
 def mask_of(column: int, first: int, last: int, *, sparsity: int, cohort: int) -> Tensor:
@@ -26,16 +27,23 @@ def mask_of(column: int, first: int, last: int, *, sparsity: int, cohort: int) -
     Each coordinate is sent by ``sparsity`` columns of ``cohort``, and each column sends as many
     coordinates as any other, up to one.
     """
+    return _masks_of([column], first, last, sparsity=sparsity, cohort=cohort)[0]
+
+
+def _masks_of(
+    columns: Sequence[int], first: int, last: int, *, sparsity: int, cohort: int
+) -> Tensor:
     coordinates = torch.arange(first, last, device="cpu")
-    return (column - coordinates * sparsity) % cohort < sparsity
+    own = torch.tensor(columns, device="cpu").reshape(-1, 1)
+    return (own - coordinates * sparsity) % cohort < sparsity
 
 
 class ClientRounds:
     """Clients dealt to ranks, which minimise the mean of their functions together.
 
     shared: 1-D, the same on all ranks. controls: the control variates of this rank's clients, by
-    number; those of all clients add up to zero. num_steps, num_sent: local steps, and numbers that
-    a client has sent in the mean, so far.
+    number; those of all clients add up to zero. num_steps, num_sent, num_received: local steps, and
+    numbers that a client has sent and received in the mean, so far.
 
     Each round exchanges whole vectors in the engine's buckets: masks decide what counts, and
     ``num_sent`` what a client would have to send, not the bytes of this job.
@@ -59,47 +67,65 @@ class ClientRounds:
             config=config or EngineConfig(),
         )
         clients = range(self.world.rank, rule.num_clients, self.world.size)
-        self.controls = {client: torch.zeros_like(start) for client in clients}
+        self._controls = start.new_zeros(len(clients), len(start))
+        self.controls = dict(zip(clients, self._controls, strict=True))
         self.num_rounds = self.num_steps = 0
-        self.num_sent = 0.0
+        self.num_sent = self.num_received = 0.0
 
     @property
     def shared(self) -> Tensor:
         """Waits for the last exchange."""
         return self._anchor.shared[_NAME].detach()
 
-    @torch.no_grad()
     def run(self, gradient: Callable[[int, Tensor], Tensor]) -> None:
         """One round (collective). gradient: of a client's function at a point."""
+
+        def slopes_of(clients: Sequence[int]) -> Slopes:
+            return lambda points: torch.stack(
+                [
+                    gradient(client, point.clone())
+                    for client, point in zip(clients, points, strict=True)
+                ]
+            )
+
+        self.run_together(slopes_of)
+
+    @torch.no_grad()
+    def run_together(self, slopes_of: Callable[[Sequence[int]], Slopes]) -> None:
+        """One round (collective).
+
+        slopes_of: for clients of this rank, at least one, gradients of their functions at one
+            point each: (clients, size) to the same.
+        """
         rule, drawn = self._rule, self._rule.draw(self.num_rounds)
         start = self.shared.clone()
         columns = {client: column for column, client in enumerate(drawn.cohort)}
-        values: dict[int, Tensor] = {}
-        for client in self.controls.keys() & columns.keys():
-            value = values[client] = start.clone()
+        clients = sorted(self.controls.keys() & columns.keys())
+        rows = [client // self.world.size for client in clients]
+        values, controls = start.repeat(len(clients), 1), self._controls[rows]
+        if clients:
+            slopes = slopes_of(clients)
             for _ in range(drawn.num_steps):
                 with torch.enable_grad():
-                    slope = gradient(client, value.clone())
-                value.sub_(slope - self.controls[client], alpha=rule.lr)
-        masks = {
-            client: mask_of(
-                columns[client], 0, len(start), sparsity=rule.sparsity, cohort=rule.cohort
-            )
-            for client in values
-        }
-        sent = weighted_sum(
-            ((masks[client], values[client]) for client in sorted(values)),
-            like=start,
-            weight=self.world.size / rule.sparsity,
-        )
+                    slope = slopes(values)
+                values.sub_(slope - controls, alpha=rule.lr)
+        masks = _masks_of(
+            [columns[client] for client in clients],
+            0,
+            len(start),
+            sparsity=rule.sparsity,
+            cohort=rule.cohort,
+        ).to(start.device)
+        sent = torch.where(masks, values, 0).sum(0).mul_(self.world.size / rule.sparsity)
         self._anchor.start_exchange((_NAME,), {_NAME: sent})
         self._anchor.wait()
-        shared = self.shared
-        for client, value in values.items():
-            follow(self.controls[client], shared, value, masks[client], rule)
+        if rule.eta:
+            follow(controls, self.shared, values, masks, rule)
+            self._controls[rows] = controls
         self.num_rounds += 1
         self.num_steps += drawn.num_steps
         self.num_sent += len(start) * rule.sparsity / rule.num_clients
+        self.num_received += len(start) * rule.cohort / rule.num_clients
 
     def close(self) -> None:
         """Give back what the exchange has taken (collective)."""

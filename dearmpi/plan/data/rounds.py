@@ -2,7 +2,7 @@
 
 All follows from a seed, so that every rank knows it of all clients without a message.
 Source: TAMUNA, arXiv 2302.09832; CompressedScaffnew (``cohort`` is all) 2210.13277; Scaffnew
-(``sparsity`` is all, too) 2202.09357.
+(``sparsity`` is all, too) 2202.09357; FedAvg, without control variates, 1602.05629.
 """
 
 from __future__ import annotations
@@ -93,3 +93,21 @@ class RoundRule:
             return Round(cohort, 1)
         steps = 1 + math.floor(math.log(1 - random.random()) / math.log1p(-self.p))
         return Round(cohort, steps)
+
+
+class AveragingRule(RoundRule):
+    """The same rounds without control variates, with ``1 / p`` local steps in each.
+
+    It is FedAvg; with p = 1 and all clients it is gradient descent.
+    """
+
+    __slots__ = ()
+
+    @property
+    def eta(self) -> float:
+        """Control variates stay zero."""
+        return 0.0
+
+    def draw(self, number: int) -> Round:
+        """As the base class, with the same number of steps in each round."""
+        return Round(RoundRule.draw(self, number).cohort, round(1 / self.p))

@@ -1,10 +1,10 @@
-"""Scaffnew, CompressedScaffnew and TAMUNA: masks, rates, exact optima, and the order of updates."""
+"""Scaffnew, CompressedScaffnew and TAMUNA: masks, equal ranks, and the order of updates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -111,30 +111,6 @@ def test_trajectories_are_the_same_on_any_number_of_ranks(sparsity: int, cohort:
             assert most < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("sparsity", "cohort", "rounds"), [(12, 12, 350), (2, 12, 1000), (3, 4, 900)]
-)
-def test_the_exact_optimum_is_found(sparsity: int, cohort: int, rounds: int) -> None:
-    rule = rule_of(sparsity, cohort)
-    found, most, _ = run_ranks(1, lambda world: solve(world, rule, rounds))[0]
-    assert float((found - optimum()).square().sum()) < 1e-20
-    assert most < 1e-12
-
-
-@pytest.mark.parametrize(("sparsity", "cohort"), [(12, 12), (2, 12), (4, 12), (2, 4), (3, 4)])
-def test_rates_are_those_of_the_theory(sparsity: int, cohort: int) -> None:
-    logs, steps = 0.0, 0
-    for seed in range(3):
-        rule = rule_of(sparsity, cohort, seed)
-        found, _, num_steps = run_ranks(1, partial(solve, rule=rule, rounds=100))[0]
-        logs += math.log(float((found - optimum()).square().sum() / optimum().square().sum()))
-        steps += num_steps
-    rule = rule_of(sparsity, cohort)
-    kept = 1 - rule.p**2 * (sparsity - 1) / (NUM_CLIENTS - 1)
-    tau = max((1 - rule.lr * digits()[2]) ** 2, kept)
-    assert math.exp(logs / steps) <= tau + 0.005
-
-
 def test_all_clients_in_each_step_are_gradient_descent() -> None:
     rule = RoundRule(NUM_CLIENTS, 2.0, 1.0, NUM_CLIENTS, NUM_CLIENTS)
     found, _, steps = run_ranks(2, lambda world: solve(world, rule, 30))[0]
@@ -145,8 +121,8 @@ def test_all_clients_in_each_step_are_gradient_descent() -> None:
     torch.testing.assert_close(found, point, rtol=1e-12, atol=1e-14)
 
 
-def simulate(rule: RoundRule, rounds: int, *, late: bool, controls: bool = True) -> float:
-    """Distance from the optimum, where control variates follow at once, ``late``, or never."""
+def simulate(rule: RoundRule, rounds: int, *, late: bool) -> float:
+    """Distance from the optimum, where control variates follow at once, or ``late``."""
     shared = torch.zeros(65, dtype=torch.float64)
     h = torch.zeros(NUM_CLIENTS, 65, dtype=torch.float64)
     owed: dict[int, tuple[Tensor, Tensor]] = {}
@@ -167,7 +143,7 @@ def simulate(rule: RoundRule, rounds: int, *, late: bool, controls: bool = True)
         shared = total / rule.sparsity
         if not late:
             for client, (mask, value) in owed.items():
-                h[client] += controls * rule.eta / rule.lr * mask * (shared - value)
+                h[client] += rule.eta / rule.lr * mask * (shared - value)
             owed.clear()
     return float((shared - optimum()).square().sum())
 
@@ -180,10 +156,6 @@ def test_control_variates_that_follow_late_lead_elsewhere() -> None:
     found, _, _ = run_ranks(1, lambda world: solve(world, rule, 60))[0]
     near = float((found - optimum()).square().sum())
     assert near == pytest.approx(simulate(rule, 60, late=False), rel=1e-9)
-
-
-def test_plain_averages_of_unequal_clients_stall() -> None:
-    assert simulate(rule_of(12, 12), 500, late=False, controls=False) > 1e-4
 
 
 @pytest.mark.parametrize(
