@@ -1,6 +1,6 @@
 """The version of this package, for whatever writes a file that another one may read."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def describe_other_version(what: str, version: str) -> list[str]:
