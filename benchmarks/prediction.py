@@ -30,7 +30,6 @@ from dearmpi.bench.comparison import Length, compare_methods
 from dearmpi.bench.method import Entrant, Method, Setup
 from dearmpi.bench.own_methods import BAYES, read_config
 from dearmpi.bench.workload_model import WorkloadModel
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.self_planning import NUM_PROFILED, NUM_WARMUP, JobMeasurement
 from dearmpi.plan.data.schedule import Conduct
@@ -146,7 +145,7 @@ def profile_workload_model(world: World, workload: WorkloadModel) -> tuple[Model
     )
     measurement = JobMeasurement(
         optimizer._built.spec,
-        algorithms=CollectiveAlgorithms("ring"),  # the default
+        codecs=optimizer._built.engine.codecs,
         waited=lambda: optimizer.waited_s,
     )
     loss = workload.losses()

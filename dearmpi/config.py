@@ -37,6 +37,8 @@ SPARSE = ("random-block", "random-k", "topk", "block-topk")
 
 DEFAULT_DENSITY = 0.01
 DEFAULT_POWERSGD_RANK = 4
+LEAST_COMPRESSED = 1 << 16
+"""Elements of a bucket; the start-up of a message costs more than smaller ones."""
 
 # By default a bucket's shard is no smaller: a ring sends P - 1 of them, each with its start-up.
 _LEAST_SHARD_BYTES = 64 * 1024
@@ -465,6 +467,11 @@ class EngineConfig:
     def is_sparse(self) -> bool:
         """Whether a step sends a part of the gradients."""
         return self.compress in SPARSE
+
+    @property
+    def sent_density(self) -> float | None:
+        """The part of a gradient that a step sends; None where it is all of it."""
+        return (self.density or DEFAULT_DENSITY) if self.is_sparse else None
 
     @property
     def counts_steps(self) -> bool:

@@ -127,6 +127,13 @@ def engine_option(setting: str, *, help: str, without: Container[str] = ()) -> C
     )
 
 
+def density_option() -> Callable[[FC], FC]:
+    """``--density``, as a run has it."""
+    return click.option(
+        "--density", type=float, metavar="NUMBER", help=engine_setting("density").help
+    )
+
+
 def given_flags(context: click.Context) -> set[str]:
     """The names of what stands on the command line."""
     return {

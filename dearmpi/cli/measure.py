@@ -17,12 +17,13 @@ from dearmpi.cli.flags import (
     RunCommand,
     check_apart,
     check_place,
+    density_option,
     engine_option,
     setting_options,
     write,
 )
 from dearmpi.cli.run import carry_out_together, read_sources
-from dearmpi.config import ReduceScatter
+from dearmpi.config import Compress, EngineConfig, ReduceScatter
 from dearmpi.errors import ConfigError, MeasurementError
 from dearmpi.train.settings.settings import PLANNING, SETTINGS
 from dearmpi.train.settings.sources import without
@@ -49,7 +50,15 @@ _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone 
     show_default=True,
     help=f"how long it may take, after {_WARM_UP_S:g} s of warm-up",
 )
-def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -> int:
+@engine_option("compress", help="also measure what compression sends and computes")
+@density_option()
+def calibrate(
+    out: Path | None,
+    reduce_scatter: ReduceScatter,
+    seconds: float,
+    compress: Compress,
+    density: float | None,
+) -> int:
     """Measure what reduce-scatters and all-gathers cost between the ranks of this job, alone and
     with two in flight, and fit alpha + beta * bytes to it:
 
@@ -63,6 +72,8 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
     def measure(world: World, console: Console) -> int:
         from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
         from dearmpi.device.comm_stream import compute_on_one_core
+        from dearmpi.engine.codec.timing import measure_codec
+        from dearmpi.plan.model.codec_cost import require_known_bytes
         from dearmpi.train.ranks.agreement import together
         from dearmpi.train.run.environment import mpi_library
         from dearmpi.tune import calibrate as tuning
@@ -78,6 +89,8 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
                 raise ConfigError(
                     "one rank has no collectives; start several with mpirun", code="one-rank-only"
                 )
+            require_known_bytes(compress)
+            config = EngineConfig(compress=compress, density=density)
         compute_on_one_core(world)  # as training does
         result = tuning.calibrate(
             world,
@@ -85,6 +98,7 @@ def calibrate(out: Path | None, reduce_scatter: ReduceScatter, seconds: float) -
             library=mpi_library(),
             budget_s=seconds,
             warm_up_s=_WARM_UP_S,
+            codec=None if compress == "none" else measure_codec(world, config),
         )
         write(world, console, out, result.to_json())
         console.say(*describe_calibration(result))
@@ -112,6 +126,12 @@ def describe_calibration(result: Calibration) -> list[str]:
     ]
     for name, _, fit in halves:
         lines.append(f"{name}: {_describe_fit(fit, result.world_size)}")
+    if (codec := result.codec) is not None:
+        lines.append(
+            f"compress {codec.about}: {codec.reduced:.1%} of the bytes reduced and "
+            f"{codec.gathered:.1%} gathered, computes {codec.reduce_s_per_byte * 1e9:.2f} and "
+            f"{codec.gather_s_per_byte * 1e9:.2f} ns per byte"
+        )
     return lines if result.flaw is None else [*lines, result.flaw]
 
 

@@ -14,13 +14,14 @@ from dearmpi.cli.flags import (
     check_apart,
     check_picture,
     check_writable,
+    density_option,
     engine_option,
     picture_option,
     write_file,
     write_picture,
 )
 from dearmpi.cli.measure import NO_TIME_PER_BYTE
-from dearmpi.config import CommDtype, Gather
+from dearmpi.config import CommDtype, Compress, EngineConfig, Gather
 from dearmpi.errors import ConfigError, MeasurementError
 from dearmpi.report.draw.units import count_text
 from dearmpi.version import describe_other_version
@@ -80,6 +81,8 @@ if TYPE_CHECKING:
     help="micro-batches per optimizer step of the run; the profile is of one of them",
 )
 @engine_option("comm_dtype", help="in what the run sends fp32; the calibration is without")
+@engine_option("compress", help="how the run compresses; the calibration has measured it")
+@density_option()
 @click.option("--out", type=OUT, metavar="FILE", help="write the plan there, as JSON")
 @picture_option(help="draw the iteration that it is simulated to take")
 def plan(
@@ -91,6 +94,8 @@ def plan(
     gather: Gather,
     micro_batches: int,
     comm_dtype: CommDtype,
+    compress: Compress,
+    density: float | None,
     out: Path | None,
     picture_path: Path | None,
 ) -> int:
@@ -114,6 +119,7 @@ def plan(
     )
     check_writable(out)
     check_picture(picture_path)
+    config = EngineConfig(comm_dtype=comm_dtype, gather=gather, compress=compress, density=density)
     console = Console(speaks=True, needed=True)
     profile = read_profile(profile_path)
     calibration = read_calibration(calibration_path)
@@ -122,8 +128,10 @@ def plan(
     costs = _costs(calibration, world_size)
     _check_samples(profile_path, profile, costs.world_size, samples_per_rank)
     costs = costs.sent_as(comm_dtype, profile.workload.params())
+    costs = replace(costs, codec=calibration.codec_for(config, str(calibration_path)))
     made = make_plan(profile, costs, world_size=costs.world_size, eager=eager, gather=gather)
     origin = f"{made.origin}, {_describe_conditions(profile, calibration, comm_dtype)}"
+    origin += "" if costs.codec is None else f", --compress {costs.codec.about}"
     made = replace(made, origin=origin).over(micro_batches)
     console.say(*describe_other_version(f"the profile {profile_path}", profile.version))
     console.say(*describe_other_version(f"the calibration {calibration_path}", calibration.version))

@@ -16,6 +16,7 @@ from dearmpi.cli.flags import (
     check_apart,
     check_picture,
     check_writable,
+    density_option,
     engine_option,
     given_flags,
     picture_option,
@@ -23,6 +24,7 @@ from dearmpi.cli.flags import (
     write_file,
     write_picture,
 )
+from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
 from dearmpi.version import describe_other_version
 
@@ -73,6 +75,8 @@ _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
     "between nodes",
 )
 @engine_option("comm_dtype", help="in what every method sends fp32")
+@engine_option("compress", help="how DeAR compresses; the others send all as it is")
+@density_option()
 @click.option(
     "--method",
     "methods",
@@ -143,6 +147,7 @@ def _check_combination(context: click.Context) -> None:
 
 
 def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
+    from dearmpi.plan.model.codec_cost import require_known_bytes
     from dearmpi.plan.model.cost import MOST_RANKS
     from dearmpi.plan.rivals.side_by_side import compare
     from dearmpi.report.draw.curves import comparison_rows, describe_comparison
@@ -156,7 +161,12 @@ def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
         )
     profile = _read_profile(given)
     has_nodes = given["ranks_per_node"] is not None
-    network = _with_nodes(_read_network(given["network"], between_nodes=has_nodes), given)
+    require_known_bytes(given["compress"])
+    config = EngineConfig(
+        comm_dtype=given["comm_dtype"], compress=given["compress"], density=given["density"]
+    )
+    network = _read_network(given["network"], config, between_nodes=has_nodes)
+    network = _with_nodes(network, given)
     others = [] if picture_path is None else [network.with_bandwidth(r / 8e-9) for r in _GIGABITS]
     specs = list(profile.workload.params())
     network, *others = (n.sent_as(given["comm_dtype"], specs) for n in (network, *others))
@@ -195,14 +205,18 @@ def _read_profile(given: dict[str, Any]) -> ModelProfile:
     return profile_workload(workload, feed_forward_s=feed_forward_s, backprop_s=backprop_s)
 
 
-def _read_network(text: str, *, between_nodes: bool) -> Network:
+def _read_network(text: str, config: EngineConfig, *, between_nodes: bool) -> Network:
+    from dearmpi.plan.model.codec_cost import codec_bytes
     from dearmpi.plan.model.network import PRESETS, Network, parse_network
     from dearmpi.tune.calibration import read_calibration
 
     has_comma = "," in text and os.path.isfile(text)  # as in the name of a run of a sweep
     network = None if has_comma else parse_network(text)
     if network is not None:
-        return network
+        is_plain = config.compress == "none"
+        return network.compressed(
+            None if is_plain else codec_bytes(config.compress, config.sent_density)
+        )
     if not os.path.exists(text):
         raise ConfigError(
             f"there is no network {text!r}, nor a file of that name; choose one of "
@@ -222,7 +236,8 @@ def _read_network(text: str, *, between_nodes: bool) -> Network:
     source = [f"measured with {calibration.world_size} ranks, {calibration.library}"]
     source += describe_other_version("it", calibration.version)
     source += [] if calibration.flaw is None else [calibration.flaw]
-    return Network(Path(text).name, calibration.costs, "; ".join(source))
+    measured = Network(Path(text).name, calibration.costs, "; ".join(source))
+    return measured.compressed(calibration.codec_for(config, text))
 
 
 def _with_nodes(network: Network, given: dict[str, Any]) -> Network:

@@ -17,6 +17,7 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.cuts import even_cuts
 from dearmpi.errors import ConfigError
+from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.tune.calibration import Calibration, SizeTimes, parse_calibration
 
 _NUM_REPEATS = 3  # fewer where the time does not allow as many
@@ -110,6 +111,7 @@ def calibrate(
     budget_s: float = 1,
     warm_up_s: float = 0,
     most_bytes: int = LADDER[-1].nbytes,
+    codec: CodecCost | None = None,
 ) -> Calibration:
     """Measure both operations, on the engine's way, at sizes as large as the time allows.
 
@@ -118,7 +120,8 @@ def calibrate(
     algorithms: how the fp32 buffers are sent, whose bytes count. library: the MPI library's name.
     budget_s: what all measurements together may take. warm_up_s: for how long to measure before
     that in vain, since new TCP connections carry less at first. most_bytes: of one buffer; a few
-    are in use at once. Two sizes are measured even if that takes longer, or more.
+    are in use at once. Two sizes are measured even if that takes longer, or more. codec: what
+    compression costs, to be kept beside the times.
 
     Raises ConfigError in a world of one, in which nothing is sent.
     """
@@ -135,7 +138,8 @@ def calibrate(
     reduces, gathers = climb(world, prepared, budget_s=budget_s, most_bytes=most_bytes)
     for channel in channels.values():
         channel.close()
-    own = Calibration(world.hosts, library, algorithms.reduce_scatter, reduces, gathers)
+    name = algorithms.reduce_scatter
+    own = Calibration(world.hosts, library, name, reduces, gathers, codec=codec)
     return parse_calibration(world.broadcast_text(own.to_json()), "the calibration of rank 0")
 
 

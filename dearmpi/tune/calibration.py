@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from dearmpi.config import ReduceScatter
+from dearmpi.config import EngineConfig, ReduceScatter
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.fields import Fields, check_format, errors_name, read_fields, read_text
+from dearmpi.plan.model.codec_cost import CodecCost, require_known_bytes
 from dearmpi.plan.model.cost import Costs, LinkFit, fit_link
 from dearmpi.version import __version__
 
@@ -40,6 +41,7 @@ class Calibration:
 
     hosts: of each rank. library: the MPI library, in words. algorithm: of the reduce-scatters.
     update_s, update_s_per_byte, main_thread_s: as in ``Costs``; 0 unless measured.
+    codec: what compression costs, if that was measured. ``costs`` are without it.
 
     Raises ConfigError where the times are too few, or no times at all.
     """
@@ -52,6 +54,7 @@ class Calibration:
     update_s: float = 0.0
     update_s_per_byte: float = 0.0
     main_thread_s: float = 0.0
+    codec: CodecCost | None = None
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -97,9 +100,32 @@ class Calibration:
             algorithm=self.algorithm,
         )
 
+    def codec_for(self, config: EngineConfig, place: str) -> CodecCost | None:
+        """What the compression of ``config`` costs; None for none.
+
+        Raises ConfigError, which names ``place``, where it was not measured.
+        """
+        if config.compress == "none":
+            return None
+        require_known_bytes(config.compress)
+        found, density = self.codec, config.sent_density
+        if found is not None and (found.compress, found.density) == (config.compress, density):
+            return found
+        flags = f"--compress {config.compress}"
+        flags += "" if density is None else f" --density {density:g}"
+        measured = "none" if found is None else found.about
+        raise ConfigError(
+            f"{place} has what compress {measured} costs, and not {flags}; measure with "
+            f"dear-train calibrate {flags}",
+            code="setting-missing",
+        )
+
     def to_json(self) -> str:
         """The whole, with what was fitted for people to read."""
         plain = {"format": FORMAT, "world_size": self.world_size, **asdict(self)}
+        codec = plain.pop("codec")
+        if codec is not None:
+            plain["codec"] = {key: value for key, value in codec.items() if value is not None}
         for key, fit in zip(("reduce_scatter", "all_gather"), self.fits, strict=True):
             samples = plain[key]
             plain[key] = {
@@ -135,6 +161,7 @@ def parse_calibration(text: str, place: str) -> Calibration:
             update_s=data.number("update_s", 0.0),
             update_s_per_byte=data.number("update_s_per_byte", 0.0),
             main_thread_s=data.number("main_thread_s", 0.0),
+            codec=_parse_codec(data) if "codec" in data else None,
             version=data.text("version"),
         )
 
@@ -142,6 +169,18 @@ def parse_calibration(text: str, place: str) -> Calibration:
 def read_calibration(path: str | Path) -> Calibration:
     """The calibration in the file at ``path``. Raises ConfigError if it is none."""
     return parse_calibration(read_text(path, mark="reduce_scatter"), str(path))
+
+
+def _parse_codec(data: Fields) -> CodecCost:
+    codec = data.fields("codec")
+    return CodecCost(
+        codec.text("compress"),
+        codec.number("reduced"),
+        codec.number("gathered"),
+        codec.number("reduce_s_per_byte"),
+        codec.number("gather_s_per_byte"),
+        density=codec.number("density") if "density" in codec else None,
+    )
 
 
 def _parse_samples(data: Fields) -> tuple[SizeTimes, ...]:

@@ -20,6 +20,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.schedule import Conduct
+from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile, parse_profile
 from dearmpi.plan.search.planner import make_plan, plan_of
@@ -86,9 +87,10 @@ def plan_in_use(
 def parse_request(text: str) -> PlanRequest:
     plain: dict[str, Any] = json.loads(text)
     links = {key: LinkModel(**plain["costs"][key]) for key in ("reduce_scatter", "all_gather")}
+    codec = plain["costs"].pop("codec")
     return PlanRequest(
         parse_profile(plain["profile"], "the profile"),
-        Costs(**{**plain["costs"], **links}),
+        Costs(**{**plain["costs"], **links}, codec=codec and CodecCost(**codec)),
         eager=plain["eager"],
         gather=plain["gather"],
         micro_batches=plain["micro_batches"],

@@ -12,7 +12,7 @@ from weakref import ReferenceType
 import torch
 from torch import Tensor, nn
 
-from dearmpi.config import EngineConfig
+from dearmpi.config import LEAST_COMPRESSED, EngineConfig
 from dearmpi.device.accelerator import DeviceEvent
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory, give_back_freed
@@ -55,7 +55,7 @@ LEGAL = {
     BucketState.GATHERED: {BucketState.UPDATING, BucketState.IDLE},
 }
 
-_LEAST_COMPRESSED = 1 << 16  # elements; the start-up of a message costs more than smaller ones
+_LEAST_COMPRESSED = LEAST_COMPRESSED
 
 # Of gradients that are copied together: few enough for them to be in a processor's cache still.
 _COPIED_BYTES = 1 << 20

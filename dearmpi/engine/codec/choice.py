@@ -9,12 +9,19 @@ from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.codec import Codec, DenseFirst, dense_codecs, elements_sent
+from dearmpi.engine.codec.codec import (
+    Codec,
+    DenseFirst,
+    compresses,
+    dense_codecs,
+    elements_sent,
+)
 from dearmpi.engine.codec.largest import sparse_reduce
 from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
 from dearmpi.engine.codec.powersgd import power_codecs
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
 from dearmpi.engine.trace.spans import Traffic
+from dearmpi.plan.model.codec_cost import CodecCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,24 @@ class Codecs:
     gather: tuple[Codec, ...]
     algorithms: CollectiveAlgorithms
     trained: tuple[BucketRuntime, ...] = ()
+
+    def cost(self, compress: str, reduce_s: float, gather_s: float) -> CodecCost | None:
+        """What compression costs of all that is trained; None where nothing is compressed.
+
+        reduce_s, gather_s: seconds of a step in which codecs compute.
+        """
+        chosen = [bucket for bucket in self.trained if compresses(self.reduce[bucket.index])]
+        dense = sum(elements_sent(bucket) * bucket.spec.itemsize for bucket in chosen)
+        if not dense:
+            return None
+        nbytes = sum(bucket.spec.nbytes for bucket in chosen)
+        return CodecCost(
+            compress,
+            sum(self.reduce[bucket.index].steady_bytes for bucket in chosen) / dense,
+            sum(self.gather[bucket.index].steady_bytes for bucket in chosen) / dense,
+            reduce_s / nbytes,
+            gather_s / nbytes,
+        )
 
     @property
     def traffic(self) -> Traffic:

@@ -31,6 +31,11 @@ class Codec(Protocol):
         """What one rank sends in one step, at least; where that varies, in the last one."""
         ...
 
+    @property
+    def steady_bytes(self) -> int:
+        """As ``sent_bytes``, once the first steps of another kind are over."""
+        ...
+
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Begin to send ``bucket``; every rank starts the same operations in the same order.
 
@@ -91,6 +96,12 @@ class StatelessCodec:
     """The part of a codec that keeps nothing and carries all numbers."""
 
     keeps = owes = False
+    sent_bytes: int
+
+    @property
+    def steady_bytes(self) -> int:
+        """The same in all steps."""
+        return self.sent_bytes
 
     def check(self, bucket: BucketRuntime) -> None:
         """All numbers can be carried."""
@@ -129,6 +140,11 @@ class DenseFirst:
     def sent_bytes(self) -> int:
         """Of the codec that was in use last."""
         return self._now.sent_bytes
+
+    @property
+    def steady_bytes(self) -> int:
+        """Of the codec that follows."""
+        return self._codec.steady_bytes
 
     @property
     def keeps(self) -> bool:
@@ -225,6 +241,11 @@ def elements_sent(bucket: BucketRuntime) -> int:
 _BYTES = 2
 _LARGEST = 65504.0
 _ROUNDED_DOWN = 65520.0  # from here on, the nearest number of fp16 is infinity
+
+
+def compresses(codec: Codec) -> bool:
+    """Whether it computes what it sends, and does not send numbers as they are or rounded."""
+    return not isinstance(codec, (DenseReduce, DenseGather))
 
 
 class HalfReduce(DenseReduce):

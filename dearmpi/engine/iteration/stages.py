@@ -12,7 +12,7 @@ from functools import partial
 
 from dearmpi.comm.api.collectives import Chain, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
-from dearmpi.engine.codec.codec import Codec, DenseGather, DenseReduce
+from dearmpi.engine.codec.codec import Codec, compresses
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.update.update import Update
 from dearmpi.plan.data.layout import Bucket
@@ -78,7 +78,7 @@ class CollectiveStage(StageOperation):
         self._reduces = stage is Stage.REDUCE
         channel = state.reduces if self._reduces else state.gathers
         self._codec, self._collectives = codec, channel.collectives
-        self._computes = not isinstance(codec, (DenseReduce, DenseGather))
+        self._computes = compresses(codec)
 
     @property
     def label(self) -> str:

@@ -157,7 +157,7 @@ class PlanController:
         begin_s = time.perf_counter()
         measurement = JobMeasurement(
             built.spec,
-            algorithms=built.engine.codecs.algorithms,
+            codecs=built.engine.codecs,
             waited=lambda: self.live.waited_s,
         )
         self.planning = SelfPlanning(

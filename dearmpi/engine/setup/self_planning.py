@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.engine.codec.choice import Codecs
 from dearmpi.engine.setup.spec import EngineSpec
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.plan import Plan
@@ -43,7 +43,7 @@ class JobMeasurement:
         self,
         in_use: EngineSpec,
         *,
-        algorithms: CollectiveAlgorithms,
+        codecs: Codecs,
         waited: Callable[[], float],
     ) -> None:
         """Measure the link (collective). ``in_use``: what the first iterations follow. ``waited``:
@@ -54,11 +54,13 @@ class JobMeasurement:
         config, params = in_use.config, in_use.names
         self._timer = LayerTimer(context.model, params=params, num_warmup=NUM_WARMUP, waited=waited)
         self._updates: dict[int, list[float]] = defaultdict(list)
-        self._crossed: dict[Track, list[Crossed]] = defaultdict(list)
+        self._crossed: dict[Track, list[Span]] = defaultdict(list)
+        self._codecs = codecs
+        self._coded_s: dict[str, list[float]] = defaultdict(list)  # by what was done, for what
         self.most_steps = 0
         costs = calibrate(
             context.world,
-            algorithms,
+            codecs.algorithms,
             budget_s=_MEASURING_S,
             most_bytes=sum(bucket.nbytes for bucket in in_use.layout),  # nothing larger travels
         ).costs
@@ -79,10 +81,10 @@ class JobMeasurement:
         if span.track is Track.UPDATE:
             self._updates[span.nbytes].append(span.stop_s - span.start_s)
             return
-        reduces = span.track is Track.REDUCE_SCATTER
-        link = self._costs.reduce_scatter if reduces else self._costs.all_gather
-        crossed = Crossed(span.start_s, span.stop_s, link.wire_s(span.nbytes))
-        self._crossed[span.track].append(crossed)
+        if span.track is Track.CODEC:
+            self._coded_s[span.name].append(span.stop_s - span.start_s)
+            return
+        self._crossed[span.track].append(span)
 
     def stop(self) -> None:
         """Listen no longer."""
@@ -112,20 +114,48 @@ class JobMeasurement:
         except (UsageError, ConfigError) as error:
             problem = str(error)
         network = (Track.REDUCE_SCATTER, Track.ALL_GATHER)
-        paces = [wire_pace(self._crossed[track]) for track in network]
+        coded_s = [self._codec_s("RS"), self._codec_s("AG")]
+        config = self._in_use.config
+        codec = None if config.compress == "none" else self._codecs.cost(config.compress, *coded_s)
+        shares = (1.0, 1.0) if codec is None else (codec.reduced, codec.gathered)
+        paces = [self._pace(*pair) for pair in zip(network, shares, strict=True)]
         steps = math.ceil(work_s / max(step_s, 1e-6))
         # All at once: each message waits behind those of buckets.
-        any_problem, *paces, most = world.all_reduce([bool(problem), *paces, steps], "max")
+        any_problem, *paces, reduce_s, gather_s, most = world.all_reduce(
+            [bool(problem), *paces, *coded_s, steps], "max"
+        )
+        if codec is not None:
+            codec = self._codecs.cost(config.compress, reduce_s, gather_s)
         self.most_steps = int(most)
         if any_problem:
             texts = enumerate(world.all_gather_text(problem))
             rank, text = next((rank, text) for rank, text in texts if text)
             raise UsageError(f"rank {rank} cannot plan: {text}", code="rank-cannot-plan")
-        profile, costs = slowest_profile(world, own), self._as_seen(*paces)
+        profile = slowest_profile(world, own)
+        costs = replace(self._as_seen(*paces), codec=codec)
         if micro_batches == 1:  # else the typical pass, which the profile is of, hands none over
             num_buckets = sum(bucket.trained for bucket in self._in_use.layout)
             profile = profile.with_shorter_backprop(num_buckets * costs.main_thread_s)
         return profile, costs
+
+    def _pace(self, track: Track, share: float) -> float:
+        """Of operations in which so large a ``share`` of a bucket's bytes travels."""
+        reduces = track is Track.REDUCE_SCATTER
+        link = self._costs.reduce_scatter if reduces else self._costs.all_gather
+        return wire_pace(
+            Crossed(span.start_s, span.stop_s, link.wire_s(share * (span.nbytes or 0)))
+            for span in self._crossed[track]
+        )
+
+    def _codec_s(self, operation: str) -> float:
+        """Seconds of a step in which codecs compute for a kind of operation."""
+        total = 0.0
+        for name, seconds in self._coded_s.items():
+            what, label = name.split()
+            if label.startswith(operation):  # a message is decoded in several parts
+                num_steps = len(self._coded_s[f"encode {label}"])
+                total += sum(seconds) / max(num_steps, 1)
+        return total
 
     def _as_seen(self, reduces: float, gathers: float) -> Costs:
         """Costs with those of updates, by the bytes that a rank updates of a bucket, and with a

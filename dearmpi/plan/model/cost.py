@@ -17,6 +17,7 @@ from statistics import median
 from dearmpi.config import CommDtype, ReduceScatter
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import ParamSpec
+from dearmpi.plan.model.codec_cost import CodecCost
 
 Sample = tuple[float, float]
 """Bytes, and the seconds that they took."""
@@ -112,6 +113,8 @@ class Costs:
         byte of what a rank updates (its shard, or the whole bucket with ``gather="gradients"``).
     main_thread_s: of the main thread, which computes, per bucket and iteration.
     algorithm: of the reduce-scatters; it tells how both operations scale with the ranks.
+    codec: what compression makes of large buckets; its seconds are taken to be the same at other
+        world sizes.
     """
 
     world_size: int
@@ -121,6 +124,7 @@ class Costs:
     update_s_per_byte: float = 0.0
     main_thread_s: float = 0.0
     algorithm: ReduceScatter = "ring"
+    codec: CodecCost | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -135,6 +139,17 @@ class Costs:
     def num_rounds(self) -> int:
         """Messages of a collective that follow each other."""
         return ALGORITHM_COSTS[self.algorithm].num_rounds(self.world_size)
+
+    @property
+    def least_sent(self) -> tuple[float, float]:
+        """The parts of a model's bytes that are reduced, and gathered, at least."""
+        if self.codec is None:
+            return 1.0, 1.0
+        return min(1.0, self.codec.reduced), min(1.0, self.codec.gathered)
+
+    def codec_of(self, numel: int) -> CodecCost | None:
+        """What compresses a bucket of ``numel`` elements; None where nothing does."""
+        return self.codec if self.codec is not None and self.codec.applies(numel) else None
 
     def with_typical_overheads(self) -> Costs:
         """With typical values for each bucket's fixed cost where none was measured."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import ParamSpec
+from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.cost import (
     MOST_S,
     Costs,
@@ -67,8 +68,11 @@ class Network:
         may be in the nodes while another is between them.
         """
         within, between = self._links(world_size)
-        outside_s = between.reduce_scatter.wire_s(num_bytes) + between.all_gather.wire_s(num_bytes)
-        return outside_s if within is None else max(outside_s, 2 * within.wire_s(num_bytes))
+        reduced, gathered = (share * num_bytes for share in self.costs.least_sent)
+        outside_s = between.reduce_scatter.wire_s(reduced) + between.all_gather.wire_s(gathered)
+        if within is None:
+            return outside_s
+        return max(outside_s, within.wire_s(reduced) + within.wire_s(gathered))
 
     def _links(self, world_size: int) -> tuple[LinkModel | None, Costs]:
         """A ring within a node, if ranks share one, and the costs between nodes."""
@@ -100,6 +104,16 @@ class Network:
             source=f"{self.source}; parameters sent in {comm_dtype}",
             node=node,
         )
+
+    def compressed(self, codec: CodecCost | None) -> Network:
+        """The same where DeAR compresses large buckets; None: where nothing does."""
+        if codec is None:
+            return self
+        computes = codec.reduce_s_per_byte + codec.gather_s_per_byte > 0
+        words = f"DeAR with compress {codec.about}"
+        words += "" if computes else ", whose computation is taken to cost nothing"
+        costs = replace(self.costs, codec=codec)
+        return replace(self, costs=costs, source=f"{self.source}; {words}")
 
     @property
     def bandwidth(self) -> float:

@@ -74,6 +74,8 @@ class SimulatedMethod:
 
     def prepare(self, profile: ModelProfile, costs: Costs) -> SimulationSetup:
         """The method on one model, at the costs of one world size."""
+        if not self.is_dear:
+            costs = replace(costs, codec=None)
         return self.build(profile, costs, self.cap_mb)
 
 

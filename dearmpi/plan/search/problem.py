@@ -162,10 +162,12 @@ def least_iteration_s(
     handed_s = costs.main_thread_s if any(sizes) else 0.0
     step_s = profile.backprop_s + handed_s
     waits = not eager and gather == "parameters"
+    reduced_share, gathered_share = costs.least_sent
     least, reduced_s, total = step_s + profile.feed_forward_s, 0.0, 0
     for place, size in enumerate(sizes):
         total += size
-        reduce_s, gather_s = costs.reduce_scatter.wire_s(total), costs.all_gather.wire_s(total)
+        reduce_s = costs.reduce_scatter.wire_s(reduced_share * total)
+        gather_s = costs.all_gather.wire_s(gathered_share * total)
         reduced_s = max(reduced_s, released[place] + reduce_s)
         least = max(least, released[place] + reduce_s + gather_s + tails[place])
         if waits and total:
@@ -192,7 +194,8 @@ def _chain_s(nbytes: int, costs: Costs, gather: Gather) -> float:
     """One parameter on its way, undisturbed."""
     updated = nbytes / costs.world_size if gather == "parameters" else nbytes
     update_s = costs.update_s + costs.update_s_per_byte * updated
-    return costs.reduce_scatter.alone_s(nbytes) + update_s + costs.all_gather.alone_s(nbytes)
+    reduced, gathered = (share * nbytes for share in costs.least_sent)
+    return costs.reduce_scatter.alone_s(reduced) + update_s + costs.all_gather.alone_s(gathered)
 
 
 PATIENCES = (0.0, 0.5, 1.0)
@@ -306,7 +309,7 @@ def interleave(
             last = queue.pop()
             load = buckets.loads[last]
             now += max(load.reduce.wire_s, load.reduce.alone_s / window)
-            updating_s = max(updating_s, now) + load.update_s
+            updating_s = max(updating_s, now) + load.reduce_codec_s + load.update_s
             updated[last] = max(updating_s, released_s)
             insort(waiting, (buckets.places[last], last))
             continue

@@ -6,7 +6,8 @@ The engine's rules (``engine/iteration/pipeline.py``, ``comm/progress/progress.p
 - Reduce-scatters are posted in the schedule's order, each once its bucket is ready; all-gathers in
   the schedule's order, each once the stage before it and the reduce-scatter that it is tied to are
   complete. At most ``window`` of each kind are in flight, on one ``Wire``.
-- Updates run one after the other, in the order in which they become possible, beside the wire.
+- Updates run one after the other, in the order in which they become possible, beside the wire. So
+  does the work of codecs, which stands where an operation has arrived, encoding included.
 
 No bucket is under way when backprop begins, since the feed-forward before it has waited for all
 of them. So every iteration begins in the same state, and one pass is the steady state.
@@ -24,12 +25,17 @@ from dearmpi.plan.data.schedule import Conduct, Launch, Stage, Wait
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one bucket brings. ready_s: end of backprop for all of its parameters."""
+    """What one bucket brings. ready_s: end of backprop for all of its parameters.
+
+    reduce_codec_s, gather_codec_s: in which the progress thread encodes and decodes.
+    """
 
     ready_s: float
     reduce: WireDemand
     update_s: float
     gather: WireDemand
+    reduce_codec_s: float = 0.0
+    gather_codec_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -79,7 +85,7 @@ class Flow:
         self._gathers = deque(g for g in schedule.all_gathers if loads[g.bucket] is not None)
         self._wire = Wire()
         self._num_reducing = 0
-        self._updates: deque[int] = deque()
+        self._jobs: deque[tuple[Stage, int]] = deque()  # of the progress thread
         self._now = 0.0
         self.bucket_times = [
             BucketTimes() if load is not None else BucketTimes(*_IDLE) for load in loads
@@ -88,20 +94,20 @@ class Flow:
 
     def run(self) -> list[BucketTimes]:
         """When each bucket was on its way."""
-        updating = math.inf
+        working = math.inf
         while True:
             self._start()
-            if updating == math.inf and self._updates:
-                updating = self._begin_update()
+            if working == math.inf and self._jobs:
+                working = self._begin_job()
             options = self._options_s if self._now < self._options_s else math.inf
-            now, landed = self._wire.advance(min(updating, self._next_launch(), options))
+            now, landed = self._wire.advance(min(working, self._next_launch(), options))
             if now == math.inf:
                 return self.bucket_times
             self.num_events += 1
             self._move_to(now, landed)
-            if updating <= now:
-                self._updates.popleft()
-                updating = math.inf
+            if working <= now:
+                self._end_job()
+                working = math.inf
 
     @property
     def forward_start_s(self) -> float:
@@ -120,28 +126,49 @@ class Flow:
                 self._try_update(gather.bucket)
 
     def _land(self, flight: Flight) -> None:
-        times, interval = self.bucket_times[flight.bucket], (flight.start_s, self._now)
-        if flight.reduces:
-            self._num_reducing -= 1
+        self._num_reducing -= flight.reduces
+        load = self._loads[flight.bucket]
+        assert load is not None
+        stage = Stage.REDUCE if flight.reduces else Stage.GATHER
+        if load.reduce_codec_s if flight.reduces else load.gather_codec_s:
+            self._note(stage, flight.bucket, (flight.start_s, math.inf))
+            self._jobs.append((stage, flight.bucket))
+        else:
+            self._note(stage, flight.bucket, (flight.start_s, self._now))
+
+    def _note(self, stage: Stage, bucket: int, interval: tuple[float, float]) -> None:
+        times = self.bucket_times[bucket]
+        if stage is Stage.REDUCE:
             times.reduce = interval
         else:
             times.gather = interval
         if self._now >= self._options_s:
-            self._try_update(flight.bucket)
+            self._try_update(bucket)
 
     def _try_update(self, bucket: int) -> None:
         times = self.bucket_times[bucket]
         before_s = self._stop_before_update_s(times)
-        if before_s <= self._now and times.update[1] == math.inf and bucket not in self._updates:
-            self._updates.append(bucket)
+        job = (Stage.UPDATE, bucket)
+        if before_s <= self._now and times.update[1] == math.inf and job not in self._jobs:
+            self._jobs.append(job)
 
-    def _begin_update(self) -> float:
-        bucket = self._updates[0]
+    def _begin_job(self) -> float:
+        stage, bucket = self._jobs[0]
         load = self._loads[bucket]
         assert load is not None
-        stop = self._now + load.update_s
-        self.bucket_times[bucket].update = (self._now, stop)
-        return stop
+        if stage is Stage.UPDATE:
+            stop = self._now + load.update_s
+            self.bucket_times[bucket].update = (self._now, stop)
+            return stop
+        return self._now + (load.reduce_codec_s if stage is Stage.REDUCE else load.gather_codec_s)
+
+    def _end_job(self) -> None:
+        stage, bucket = self._jobs.popleft()
+        times = self.bucket_times[bucket]
+        if stage is Stage.REDUCE:
+            self._note(stage, bucket, (times.reduce[0], self._now))
+        elif stage is Stage.GATHER:
+            self._note(stage, bucket, (times.gather[0], self._now))
 
     def _start(self) -> None:
         """Post what the window, the order and the buckets' states admit."""

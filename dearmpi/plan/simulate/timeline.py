@@ -165,11 +165,20 @@ def make_load(numel: int, itemsize: int, costs: Costs, *, ready_s: float, gather
     cuts = even_cuts(numel, costs.world_size)
     nbytes = cuts.total * itemsize
     updated_bytes = cuts.largest * itemsize if gather == "parameters" else numel * itemsize
+    update_s = costs.update_s + costs.update_s_per_byte * updated_bytes
+    reduced, gathered, num_rounds = float(nbytes), float(nbytes), costs.num_rounds
+    reduce_codec_s = gather_codec_s = 0.0
+    if (codec := costs.codec_of(numel)) is not None:
+        reduced, gathered = codec.reduced * nbytes, codec.gathered * nbytes
+        reduce_codec_s = codec.reduce_s_per_byte * nbytes
+        gather_codec_s = codec.gather_s_per_byte * nbytes
     return Load(
         ready_s=ready_s,
-        reduce=transfer(costs.reduce_scatter, nbytes, costs.num_rounds),
-        update_s=costs.update_s + costs.update_s_per_byte * updated_bytes,
-        gather=transfer(costs.all_gather, nbytes, costs.num_rounds),
+        reduce=transfer(costs.reduce_scatter, reduced, num_rounds),
+        update_s=update_s,
+        gather=transfer(costs.all_gather, gathered, num_rounds),
+        reduce_codec_s=reduce_codec_s,
+        gather_codec_s=gather_codec_s,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from dearmpi.cli.main import main
 from dearmpi.plan.data.plan import read_plan
 from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.profile import profile_workload
 from dearmpi.tune.calibration import Calibration, SizeTimes
 from dearmpi.version import __version__
@@ -62,6 +63,21 @@ def test_half_precision_on_the_wire_is_planned_for(
         plans.append(read_plan(tmp_path / "p.json"))
     assert "reduce-scatter 1.000 ms + 4." in capsys.readouterr().out
     assert plans[1].prediction.communication_s < 0.7 * plans[0].prediction.communication_s
+
+
+def test_compression_is_planned_for_as_it_was_measured(
+    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    codec = CodecCost("int8", 0.252, 0.252, 1e-9, 2e-9)
+    (tmp_path / "link.json").write_text(replace(LINK, codec=codec).to_json())
+    plans = []
+    for flags in ([], ["--compress", "int8"]):
+        assert main([*given, *flags, "--out", str(tmp_path / "p.json")]) == 0
+        plans.append(read_plan(tmp_path / "p.json"))
+    assert plans[1].prediction.communication_s < 0.4 * plans[0].prediction.communication_s
+    assert plans[1].origin.endswith("--compress int8") and "--compress" not in plans[0].origin
+    assert main([*given, "--compress", "int4"]) == 2
+    assert "dear-train calibrate --compress int4" in capsys.readouterr().err
 
 
 def test_the_plan_says_what_it_was_made_for(

@@ -188,6 +188,24 @@ def test_it_needs_neither_torch_nor_mpi() -> None:
     assert "\nddp " in run_bare("simulate", "--method", "ddp", "--method", "dear")
 
 
+def test_compression_sends_less_of_dear_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, rows = tmp_path / "simulated.json", []
+    methods = ["--network", "0,8e-9", "--method", "dear", "--method", "ddp"]
+    for flags in ([], ["--compress", "int8"], ["--compress", "random-k", "--density", "0.1"]):
+        assert main(["simulate", *SMALL, *methods, *flags, "--json", str(path)]) == 0
+        (result,) = json.loads(path.read_text())
+        rows.append([row["exposed_s"] for row in result["methods"]] + [result["wire_s"]])
+    assert "DeAR with compress random-k 0.1, whose computation is" in capsys.readouterr().out
+    (dense, ddp, wire), (int8, *_, wire8), (random, other, _) = rows
+    assert ddp == other and wire8 == pytest.approx(0.252 * wire, rel=0.01)
+    assert 0 < int8 < 0.4 * dense and 0 < random < int8
+    for compress in ("nonzero", "powersgd"):
+        assert main(["simulate", *SMALL, "--compress", compress]) == 2
+        assert "plan 'auto'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

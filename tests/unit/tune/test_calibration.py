@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
+from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.tune.calibrate import Crossed, wire_pace
 from dearmpi.tune.calibration import (
     Calibration,
@@ -17,6 +19,7 @@ from dearmpi.tune.calibration import (
     parse_calibration,
     read_calibration,
 )
+from tests.codes import raises
 
 ALPHA_S, BETA = 1e-3, 8e-9
 
@@ -59,6 +62,28 @@ def test_a_file_tells_all_that_was_measured(tmp_path: Path) -> None:
     assert plain["reduce_scatter"]["beta_s_per_byte"] == pytest.approx(BETA)
     assert plain["reduce_scatter"]["relative_error"] < 1e-9
     assert plain["hosts"] == ["n0", "n0", "n1"] and plain["library"] == "MPICH 5.0.2"
+
+
+CODEC = CodecCost("topk", 0.02, 0.252, 1e-9, 2e-9, density=0.01)
+
+
+@pytest.mark.parametrize("codec", [CODEC, CodecCost("int8", 0.252, 0.252)])
+def test_what_compression_costs_is_kept(tmp_path: Path, codec: CodecCost) -> None:
+    path = tmp_path / "link.json"
+    path.write_text(made(codec=codec).to_json())
+    found = read_calibration(path)
+    assert found == made(codec=codec) and found.costs == made().costs
+    config = EngineConfig(compress=codec.compress, density=codec.density)  # type: ignore[arg-type]
+    assert found.codec_for(config, "link") == codec
+    assert found.codec_for(EngineConfig(), "link") is None
+    for other in (EngineConfig(compress="int4"), EngineConfig(compress="topk", density=0.1)):
+        with raises(ConfigError, "setting-missing", "link has", f"--compress {other.compress}"):
+            found.codec_for(other, "link")
+    with raises(ConfigError, "settings-contradict", "'nonzero'", "plan 'auto'"):
+        found.codec_for(EngineConfig(compress="nonzero"), "link")
+    path.write_text(path.read_text().replace('"reduced": 0.', '"reduced": 9.'))
+    with raises(ConfigError, "out-of-range", "reduced of compress", str(path)):
+        read_calibration(path)
 
 
 def test_one_size_is_too_few() -> None:

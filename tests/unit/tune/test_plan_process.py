@@ -8,6 +8,7 @@ import pytest
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.workload import read_workload
+from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import profile_workload
 from dearmpi.plan.search.planner import make_plan
@@ -77,6 +78,9 @@ def test_what_cannot_be_planned_is_told() -> None:
 def test_a_request_survives_as_text() -> None:
     assert parse_request(REQUEST.to_json()) == REQUEST
     other = replace(REQUEST, standing=REQUEST.carry_out())
+    assert parse_request(other.to_json()) == other
+    codec = CodecCost("topk", 0.02, 0.25, 1e-9, 2e-9, density=0.01)
+    other = replace(REQUEST, costs=replace(REQUEST.costs, codec=codec))
     assert parse_request(other.to_json()) == other
 
 

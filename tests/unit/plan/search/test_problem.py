@@ -9,6 +9,7 @@ import pytest
 
 from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.data.workload import LayerSpec, float_layer
+from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.plan.search.problem import least_iteration_s
@@ -38,6 +39,13 @@ def test_the_first_layers_update_shows_too() -> None:
     costs = replace(COSTS, update_s=0.5, update_s_per_byte=0.125, main_thread_s=0.125)
     expected = 6 + 0.125 + 2 * 1.25 + 0.5 + 4 * 0.125  # its shard has 4 bytes
     assert least(profile(layer("0", 2), layer("1", 2)), costs) == expected
+
+
+def test_what_is_compressed_takes_less_of_the_wire() -> None:
+    costs = replace(COSTS, codec=CodecCost("int8", 0.25, 0.5))
+    assert least(profile(layer("0", 2), layer("1", 40)), costs) == 2 + 21 * 0.25 + 21 * 0.5 + 1
+    larger = replace(COSTS, codec=CodecCost("topk", 2.0, 0.5, density=1.0))
+    assert least(profile(layer("0", 2), layer("1", 40)), larger) == 2 + 21 + 21 * 0.5 + 1
 
 
 def test_where_much_is_sent_the_wire_is_what_shows() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
@@ -11,6 +12,8 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.data.schedule import Conduct, build_schedule, dear
 from dearmpi.plan.data.workload import LayerSpec, float_layer
+from dearmpi.plan.model import codec_cost
+from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.plan.simulate.timeline import Lane, Timeline, simulate
 from tests.codes import raises
@@ -114,6 +117,30 @@ def test_updates_run_one_after_the_other() -> None:
         "RS0": (1, 2),
         "U0": (3, 5),
     }
+
+
+def test_codecs_send_less_and_compute_where_updates_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of buckets that are large enough; what has arrived is decoded before anything uses it."""
+    monkeypatch.setattr(codec_cost, "LEAST_COMPRESSED", 2)
+    codec = CodecCost("int8", 0.5, 0.25, reduce_s_per_byte=0.125, gather_s_per_byte=0.25)
+    costs = Costs(2, UNIT, UNIT, update_s=1.0, codec=codec)
+    timeline = run(equal(2, backprop_s=0.0), dear(2), costs=costs)
+    assert times(timeline, "reduce-scatter", "update", "all-gather", "compute") == {
+        "B 1": (0, 0),
+        "B 0": (0, 0),
+        "RS1": (0, 1.5),  # half a second on the wire, then a second of computation
+        "RS0": (0.5, 2.5),
+        "U1": (2.5, 3.5),
+        "U0": (3.5, 4.5),
+        "AG0": (4.5, 6.75),
+        "AG1": (4.75, 8.75),
+        "F 0": (6.75, 7.75),
+        "F 1": (8.75, 9.75),
+    }
+    assert timeline.reduce_s == 1 and timeline.gather_s == 0.5
+    plain = run(equal(2, backprop_s=0.0), dear(2), costs=replace(costs, codec=None))
+    monkeypatch.setattr(codec_cost, "LEAST_COMPRESSED", 3)
+    assert run(equal(2, backprop_s=0.0), dear(2), costs=costs) == plain
 
 
 def test_gathered_gradients_are_updated_as_a_whole_afterwards() -> None:
