@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from dearmpi.bench.result import LinkTimes
-from dearmpi.comm.algorithms.grid import choose_grid
 from dearmpi.comm.algorithms.registry import (
     CollectiveAlgorithms,
     Start,
     run_all,
+    select_grid,
     select_reduce_scatter,
 )
 from dearmpi.comm.world import World
@@ -74,7 +74,8 @@ def _starts(
         algorithm = select_reduce_scatter(world, largest, wire_dtype=config.wire_dtype)
     else:
         algorithm = config.reduce_scatter
-    algorithms = CollectiveAlgorithms(algorithm, config.wire_dtype, choose_grid(world, config))
+    grid = select_grid(world, config, lambda: max(buffers, key=lambda b: b.numel()))
+    algorithms = CollectiveAlgorithms(algorithm, config.wire_dtype, grid)
     reduces: list[Start] = [
         partial(algorithms.start_reduce_scatter, buffer) for buffer in reversed(buffers)
     ]

@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dearmpi.comm.algorithms.grid import choose_grid
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, select_reduce_scatter
+from dearmpi.comm.algorithms.registry import (
+    CollectiveAlgorithms,
+    select_grid,
+    select_reduce_scatter,
+)
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, EngineConfig, ReduceScatter
 from dearmpi.cuts import even_cuts
@@ -136,19 +139,23 @@ def choose_algorithms(
     take (collective). ``params``: by name.
     """
     wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
-    if config.reduce_scatter != "auto":
-        grid = choose_grid(world, config)
-        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype, grid)
     largest = max(layout, key=lambda bucket: (bucket.trained, bucket.nbytes))
-    # Not its own buffer, which it may never need.
-    numel = even_cuts(largest.numel, world.size).total
-    buffer = zeros(numel, params[largest.names[0]])
-    comm_stream.wait_for_current()  # it is new
+
+    def make_buffer() -> Tensor:
+        """Not its own buffer, which it may never need."""
+        numel = even_cuts(largest.numel, world.size).total
+        made = zeros(numel, params[largest.names[0]])
+        comm_stream.wait_for_current()  # it is new
+        return made
+
+    if config.reduce_scatter != "auto":
+        grid = select_grid(world, config, make_buffer, wrap=comm_stream.wrap_for_device)
+        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype, grid)
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in layout for placed in bucket.placements}
     fastest = select_reduce_scatter(
         world,
-        buffer,
+        make_buffer(),
         wire_dtype=config.wire_dtype,
         library_can_add=dtypes <= {"float32", "float64"},
         wrap=comm_stream.wrap_for_device,

@@ -50,6 +50,7 @@ def test_of_many_ranks_each_has_a_shard_worth_a_message(
 def test_a_topology_that_cannot_be_is_refused(settings: dict[str, Any], code: str) -> None:
     with raises(ConfigError, code, "topology"):
         EngineConfig(**settings)
+    assert EngineConfig(topology="auto").grid_sizes == ()
     assert EngineConfig(topology="2x3x4").grid_sizes == (2, 3, 4)
 
 

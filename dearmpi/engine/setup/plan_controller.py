@@ -138,10 +138,12 @@ class PlanController:
         self.live.built.engine.discard_grads()
 
     def _settled(self, config: EngineConfig) -> EngineConfig:
-        """With the algorithm that ``auto`` has found: to measure anew would stop training."""
-        return replace(
-            config, reduce_scatter=self.live.built.engine.codecs.algorithms.reduce_scatter
-        )
+        """With the algorithm and the grid that ``auto`` has found: to measure anew would stop
+        training.
+        """
+        found = self.live.built.engine.codecs.algorithms
+        topology = "flat" if found.grid is None else str(found.grid)
+        return replace(config, reduce_scatter=found.reduce_scatter, topology=topology)
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
         self.live.renew(config=config, plan=None if plan == "auto" else plan)

@@ -49,6 +49,12 @@ class RunSettings(RunChoices):
                 "order of summation; use ring, native or exchange",
                 code="settings-contradict",
             )
+        if self.deterministic and self.topology == "auto":
+            raise ConfigError(
+                "deterministic needs a fixed topology: with auto, timing chooses the order of "
+                "summation; use flat or hosts",
+                code="settings-contradict",
+            )
         if self.deterministic and self.plan in PLANNING:
             raise ConfigError(
                 f"deterministic needs a fixed plan: with {self.plan}, timing chooses the "

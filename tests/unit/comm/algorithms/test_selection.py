@@ -11,6 +11,8 @@ import pytest
 from dearmpi.comm.algorithms import registry as selection
 from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
+from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 
 SECONDS = {
@@ -25,6 +27,8 @@ class Named:
 
     def start_reduce_scatter(self, _: Any, algorithm: str, **__: Any) -> str:
         return algorithm
+
+    start_all_gather = start_reduce_scatter
 
 
 def test_the_slowest_rank_s_best_of_a_few_trials_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +49,26 @@ def test_the_slowest_rank_s_best_of_a_few_trials_counts(monkeypatch: pytest.Monk
 
     assert run_ranks(2, rank) == ["ring", "ring"]
     assert {algorithm for _, algorithm in tried} == set(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("grid_s", "hosts", "expected"),
+    [(1.85, "aabb", "2x2"), (1.93, "aabb", "None"), (0.1, "abcd", "None"), (0.1, "aaab", "None")],
+)
+@pytest.mark.filterwarnings("ignore:topology")
+def test_auto_takes_a_grid_that_gains_three_percent(
+    grid_s: float, hosts: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_all(world: World, _: Any, starts: list[Callable[[Any], str]]) -> float:
+        is_flat = starts[0](Named()) == "ring"
+        return 2.0 if is_flat else grid_s + 0.05 * (world.rank == 1)
+
+    monkeypatch.setattr(selection, "run_all", run_all)
+
+    def rank(world: World) -> str:
+        def make_buffer() -> HostBuffer:
+            return HostBuffer(np.zeros(world.size, np.float32))
+
+        return str(selection.select_grid(world, EngineConfig(topology="auto"), make_buffer))
+
+    assert run_ranks(4, rank, hub=FakeHub(4, hosts=list(hosts))) == [expected] * 4
