@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from math import fsum, isfinite
 
@@ -46,6 +47,37 @@ def share_range(
     return begin, begin + sizes[rank]
 
 
+def fastest_sizes(
+    count: int, per_sample_s: Sequence[float], fixed_s: Sequence[float] = (), *, least: int = 1
+) -> tuple[int, ...]:
+    """Whole samples by rank, ``count`` in all, with which the rank that computes longest computes
+    as short as is possible; of equal ranks lower ones have more.
+
+    per_sample_s, fixed_s: seconds of each sample and besides, by rank; the first above 0.
+    least: samples that each rank has in any case; ``count`` must suffice.
+    """
+    besides = tuple(fixed_s) or (0.0,) * len(per_sample_s)
+    ranks = list(enumerate(zip(per_sample_s, besides, strict=True)))
+    sizes = [least] * len(ranks)
+    while ranks:  # those with more than ``least``, which all end at the same time
+        rest = count - least * (len(sizes) - len(ranks))
+        spent = fsum(fixed / each for _, (each, fixed) in ranks)
+        end_s = (rest + spent) / fsum(1.0 / each for _, (each, _) in ranks)
+        more = [one for one in ranks if end_s - one[1][1] >= least * one[1][0]]
+        if len(more) == len(ranks):
+            break
+        ranks = more
+    for rank, (each, fixed) in ranks:
+        sizes[rank] = max(least, int((end_s - fixed) / each))
+    ends = [(fixed + (sizes[rank] + 1) * each, rank) for rank, (each, fixed) in ranks]
+    heapify(ends)
+    for _ in range(count - sum(sizes)):  # what is left of whole samples
+        next_s, rank = ends[0]
+        sizes[rank] += 1
+        heapreplace(ends, (next_s + per_sample_s[rank], rank))
+    return tuple(sizes)
+
+
 def faster_sizes(
     sizes: Sequence[int],
     seconds: Sequence[float],
@@ -59,9 +91,9 @@ def faster_sizes(
     seconds: of computing, by rank, with ``sizes``; taken to grow with the samples. What a rank
     computes besides makes the first change fall short, and the next one smaller.
     """
-    weights = [size / max(time, 1e-9) for size, time in zip(sizes, seconds, strict=True)]
-    found = share_sizes(sum(sizes), weights, least=least)
-    shorter = max(size / weight for size, weight in zip(found, weights, strict=True))
+    each_s = [max(time, 1e-9) / size for size, time in zip(sizes, seconds, strict=True)]
+    found = fastest_sizes(sum(sizes), each_s, least=least)
+    shorter = max(size * each for size, each in zip(found, each_s, strict=True))
     return found if shorter < (1.0 - dead_band) * max(seconds) else tuple(sizes)
 
 

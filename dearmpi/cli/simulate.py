@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dearmpi.plan.model.profile import ModelProfile
     from dearmpi.plan.rivals.methods import SimulatedMethod
     from dearmpi.plan.rivals.side_by_side import Comparison, PaperGain
+    from dearmpi.plan.simulate.allocation import AllocationRow
     from dearmpi.plan.simulate.themis import ThemisRow
 
 _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
@@ -102,6 +103,12 @@ _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
     is_flag=True,
     help="all-reduces over networks of several dimensions, by Themis, beside its claims",
 )
+@click.option(
+    "--allocation",
+    is_flag=True,
+    help="what dividing load and bandwidth by speed gains in a round of unequal workers "
+    "(arXiv 2003.04544), and dividing a batch in a synchronous step",
+)
 @click.pass_context
 def simulate(context: click.Context, /, **given: Any) -> int:
     """Predict an iteration of other systems and of this one, without running any:
@@ -111,6 +118,7 @@ def simulate(context: click.Context, /, **given: Any) -> int:
       dear-train simulate --profile profile.json --network link.json --method ddp --method dear-plan
       dear-train simulate --compare-paper
       dear-train simulate --compare-themis
+      dear-train simulate --allocation
     """
     from dearmpi.cli.console import Console
 
@@ -122,9 +130,11 @@ def simulate(context: click.Context, /, **given: Any) -> int:
     check_writable(given["json_path"])
     check_picture(given["picture_path"])
     console = Console(speaks=True, needed=True)
-    compared: Sequence[Comparison | PaperGain | ThemisRow]
+    compared: Sequence[Comparison | PaperGain | ThemisRow | AllocationRow]
     if given["compare_themis"]:
         compared = _compare_themis(console)
+    elif given["allocation"]:
+        compared = _compare_allocations(console)
     else:
         compared = _compare_paper(console) if given["compare_paper"] else _compare(console, given)
     if given["json_path"] is not None:
@@ -137,7 +147,7 @@ def simulate(context: click.Context, /, **given: Any) -> int:
 def _check_combination(context: click.Context) -> None:
     """Refuse flags that have no effect beside others."""
     given = given_flags(context)
-    for name in ("compare_paper", "compare_themis"):
+    for name in ("compare_paper", "compare_themis", "allocation"):
         if name in given:
             flag = "--" + name.replace("_", "-")
             refuse_useless(context, given - {name, "json_path"}, f"has no effect beside {flag}")
@@ -340,6 +350,36 @@ def _compare_themis(console: Console) -> Sequence[ThemisRow]:
                         f"{row.smallest_gain:.2f}",
                     ]
                     for row in (*rows, PAPER)
+                ),
+            ]
+        ),
+    )
+    return rows
+
+
+def _compare_allocations(console: Console) -> Sequence[AllocationRow]:
+    from dearmpi.plan.simulate.allocation import NUM_WORKERS, compare_allocations
+    from dearmpi.report.draw.units import align
+
+    rows = compare_allocations()
+    console.say(
+        f"{NUM_WORKERS} workers whose links and speeds differ by the factor; times of a round of "
+        "the paper's problem,",
+        "with one band that all share, over that of equal workers; gain: of joint over even.",
+        "batch: a step of synchronous training whose samples are divided by speed, over one whose",
+        "samples are divided evenly. There compute follows samples, and links are not shared.",
+        "",
+        *align(
+            [
+                ["factor", "even", "band", "load", "joint", "gain", "batch"],
+                *(
+                    [
+                        f"{row.spread:g}",
+                        *(f"{time:.3f}" for time in (row.even, row.band, row.load, row.joint)),
+                        f"{1 - row.joint / row.even:.0%}",
+                        f"{row.samples:.3f}",
+                    ]
+                    for row in rows
                 ),
             ]
         ),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dearmpi.batch_shares import BatchShare, faster_sizes, share_range, share_sizes
+from dearmpi.batch_shares import BatchShare, faster_sizes, fastest_sizes, share_range, share_sizes
 
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=9)
 
@@ -41,6 +41,28 @@ def test_remainders_go_to_lower_ranks_and_sizes_repeat_themselves() -> None:
     assert share_sizes(10, [2, 1, 1, 1]) == (4, 2, 2, 2)
     for sizes in product(range(1, 8), repeat=3):
         assert share_sizes(sum(sizes), sizes) == sizes
+
+
+@given(
+    st.integers(3, 14),
+    st.lists(st.floats(0.1, 5.0), min_size=3, max_size=3),
+    st.lists(st.floats(0.0, 20.0), min_size=3, max_size=3),
+    st.integers(0, 1),
+)
+def test_no_other_sizes_end_earlier(
+    count: int, per_sample: list[float], fixed: list[float], least: int
+) -> None:
+    def end(sizes: tuple[int, ...]) -> float:
+        return max(f + n * s for f, n, s in zip(fixed, sizes, per_sample, strict=True) if n)
+
+    found = fastest_sizes(count, per_sample, fixed, least=least)
+    assert sum(found) == count and min(found) >= least
+    every = (
+        (first, second, count - first - second)
+        for first in range(least, count + 1)
+        for second in range(least, count - first - least + 1)
+    )
+    assert end(found) <= min(map(end, every)) + 1e-9
 
 
 def seconds_of(sizes: tuple[int, ...], per_sample: list[float], fixed: float) -> list[float]:

@@ -248,6 +248,7 @@ def test_compression_sends_less_of_dear_alone(
         (["--profile", "a.json", "--workload", "bert_base"], ["--workload", "--profile"]),
         (["--compare-paper", "--world-size", "8"], ["--world-size", "--compare-paper"]),
         (["--compare-themis", "--world-size", "8"], ["--world-size", "--compare-themis"]),
+        (["--allocation", "--network", "10GbE"], ["--network", "--allocation"]),
         (["--compare-themis", "--compare-paper"], ["--compare-paper", "--compare-themis"]),
     ],
 )
@@ -277,3 +278,13 @@ def test_themis_is_shown_beside_the_papers_figures(
     assert [row["topology"] for row in rows][-1] == "mean" and len(rows) == 7
     told = capsys.readouterr().out
     assert f"{100 * rows[-1]['smallest']:.1f} %" in told and "95.1 %" in told
+
+
+def test_allocations_are_shown_from_even_to_joint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "allocation.json"
+    assert main(["simulate", "--allocation", "--json", str(path)]) == 0
+    *_, last = json.loads(path.read_text())
+    assert last["joint"] < last["load"] < last["even"]
+    assert f"{last['joint']:.3f}" in capsys.readouterr().out
