@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +77,7 @@ def settings_page() -> str:
     return f"{NOTE}\n# Settings of dear-train run\n\n{intro}\n" + "\n".join(parts)
 
 
+@cache
 def raised_classes() -> dict[str, set[str]]:
     """By error code, the classes that the package raises with it."""
     found: dict[str, set[str]] = {}

@@ -33,7 +33,8 @@ from tests.roster import (
     launched_size,
     roster_folder,
 )
-from tests.selection import CHOICES, EVERY_TEST, Admitted, Share, is_chosen, may_choose
+from tests.selection import CHOICES, EVERY_TEST, Admitted, is_chosen, may_choose
+from tests.share import run_shared
 from tests.trials import remember_trials
 
 _MPI_TESTS = Path(__file__).parent / "mpi"
@@ -57,10 +58,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--choice", choices=list(CHOICES), help=f"of the tests in tests/mpi, run these. {names}"
     )
     parser.addoption(
-        "--share",
-        type=Path,
-        metavar="FOLDER",
-        help="of the test files, run those that no other process with this folder has taken",
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run the tests in N processes, each of which takes one file after another",
     )
 
 
@@ -150,20 +152,11 @@ def _join_loggers() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """With ``--share``, run the tests of the files that this process takes as it comes to them."""
-    folder = session.config.getoption("share")
-    if folder is None or session.testsfailed or session.config.option.collectonly:
+    """With ``--processes``, run the tests in several processes."""
+    num_processes = session.config.getoption("processes")
+    if num_processes < 2 or session.testsfailed or session.config.option.collectonly:
         return None
-    share = Share(folder)
-    own = (item for item in session.items if share.takes(item.nodeid.partition("::")[0]))
-    following = next(own, None)
-    while (item := following) is not None:
-        following = next(own, None)  # the test before it ends what it does not need
-        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        if session.shouldfail:
-            raise session.Failed(session.shouldfail)
-        if session.shouldstop:
-            raise session.Interrupted(session.shouldstop)
+    run_shared(session, num_processes)
     return True
 
 
@@ -290,7 +283,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     result = yield
     if _is_short(session.config) and not launched_rank() and session.exitstatus in _RAN:
         # Not in this process: tests that connect would find the world of this job.
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        processes = f"--processes={len(os.sched_getaffinity(0))}"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", processes]
         ended = subprocess.run(
             [*command, "-m", session.config.option.markexpr, str(_UNIT_TESTS)],
             cwd=session.config.rootpath,

@@ -80,11 +80,8 @@ class Running:
     is_announced: bool = False
 
 
-def list_sections(*, everything: bool, folder: Path) -> list[Section]:
-    """All sections, in the order in which they start.
-
-    folder: an empty one, in which the processes of the unit tests note which files they take.
-    """
+def list_sections(*, everything: bool) -> list[Section]:
+    """All sections, in the order in which they start."""
     marks = ["-m", EVERY_TEST] if everything else []
     long_s = 3000.0 if everything else 1500.0
     choice = "ranks" if everything else "fast"
@@ -101,7 +98,7 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
         return [*launch, *limit, "tests/mpi", "--choice", choice, *color, *marks]
 
     files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py"))
-    unit = [*pytest, *marks, "--share", str(folder), *files, *_LONGEST, "tests/unit"]
+    unit = [*pytest, *marks, "--processes=2", *files, *_LONGEST, "tests/unit"]
     second = choice if everything else "second"
     scripts = [*_SCRIPTS, *sorted(str(path) for path in ROOT.glob("slurm/*.sbatch"))]
     shellcheck = [str(ROOT / ".venv/bin/shellcheck"), "--severity=warning", *scripts]
@@ -127,8 +124,7 @@ def list_sections(*, everything: bool, folder: Path) -> list[Section]:
         Section("lint", "format (ruff format)", [*ruff, "format", "--check", "--diff", "."]),
         Section("lint", "scripts (shellcheck)", shellcheck),
         # Ranks wait for each other: beside them unit tests keep the cores busy.
-        Section("unit", "unit tests, one process", unit, 1, long_s),
-        Section("unit", "unit tests, the other", unit, 1, long_s),
+        Section("unit", "unit tests", unit, 2, long_s),
         *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in others),
         Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
         Section("types", "types (mypy)", mypy, 1, long_s),
@@ -328,9 +324,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="dear-sections-") as name:
         times = Path(name) / "times"
         times.touch()
-        share = Path(name) / "share"
-        share.mkdir()
-        listed = list_sections(everything=options.all, folder=share)
+        listed = list_sections(everything=options.all)
         sections = [each for each in listed if each.part in wanted]
         if options.torch:
             sections = list_torch_sections(options.torch)

@@ -1,5 +1,4 @@
-"""Selection: which tests of all ranks `bin/test` runs at which world size, and which files run in
-which of several processes.
+"""Selection: which tests of all ranks `bin/test` runs at which world size.
 
 The number of ranks changes placement, rings and uneven shares, and little else. So each test runs
 on two ranks, tests of uneven shares on three as well, and the covering set at every other size and
@@ -12,7 +11,6 @@ import ast
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 SIZES = (1, 2, 3, 4, 5)
 HOME = 2
@@ -164,23 +162,3 @@ def _is_fast(test: str, admitted: Admitted, size: int, is_uneven: bool) -> bool:
 
 def _is_in(patterns: tuple[str, ...], name: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-class Share:
-    """The files that run in this process: each is taken by the first process that comes to it."""
-
-    def __init__(self, folder: Path) -> None:
-        """folder: exists, and is the same for all processes among which files are shared."""
-        self._folder = folder
-        self._is_own: dict[str, bool] = {}
-
-    def takes(self, file: str) -> bool:
-        """Whether ``file`` runs here; takes it if no process has it."""
-        if file not in self._is_own:
-            try:
-                (self._folder / file.replace("/", ".")).touch(exist_ok=False)
-            except FileExistsError:
-                self._is_own[file] = False
-            else:
-                self._is_own[file] = True
-        return self._is_own[file]

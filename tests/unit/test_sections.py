@@ -102,8 +102,8 @@ def _stop_once(runner: Runner, begun: Path) -> None:
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_every_part_has_a_section(everything: bool, tmp_path: Path) -> None:
-    sections = list_sections(everything=everything, folder=tmp_path)
+def test_every_part_has_a_section(everything: bool) -> None:
+    sections = list_sections(everything=everything)
     assert {each.part for each in sections} == {*PARTS, *BY_NAME}
 
 

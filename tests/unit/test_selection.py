@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.selection import (
     TORCH,
     UNEVEN,
     Admitted,
-    Share,
     is_chosen,
     may_choose,
 )
@@ -92,13 +90,6 @@ def _fits(path: Path, pattern: str) -> bool:
     return fnmatchcase(str(path.relative_to(MPI_TESTS)), pattern)
 
 
-def test_each_file_runs_in_the_process_that_comes_to_it_first(tmp_path: Path) -> None:
-    first, second = Share(tmp_path), Share(tmp_path)
-    assert first.takes("tests/unit/test_a.py") and not second.takes("tests/unit/test_a.py")
-    assert second.takes("tests/unit/test_b.py") and not first.takes("tests/unit/test_b.py")
-    assert first.takes("tests/unit/test_a.py"), "all tests of a file run in one process"
-
-
 def test_files_without_a_chosen_test_are_not_imported() -> None:
     text = (MPI_TESTS / "test_run.py").read_text()
     jobs = "pytestmark = pytest.mark.ranks(1)"
@@ -124,12 +115,7 @@ def test_every_marker_is_read_or_admits_two_ranks() -> None:
 
 
 def test_every_choice_of_a_section_is_offered() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        listed = [
-            section
-            for everything in (False, True)
-            for section in list_sections(everything=everything, folder=Path(folder))
-        ]
+    listed = [each for everything in (False, True) for each in list_sections(everything=everything)]
     for section in (*listed, *list_torch_sections(["2.6.0"])):
         words = section.command
         chosen = [after for word, after in pairwise(words) if word == "--choice"]
