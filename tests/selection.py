@@ -16,10 +16,14 @@ SIZES = (1, 2, 3, 4, 5)
 HOME = 2
 EVERY_TEST = "slow or not slow"  # the expression of `bin/test --all`
 
-# Files below tests/mpi whose tests run on three ranks as well, where parameters are gathered; not
-# those that compile: that takes long, and what is compiled is the same on any number of ranks.
-UNEVEN = ("test_semantics_*.py", "collectives/*.py")
-COMPILING = ("test_semantics_compiled*.py",)
+# Files below tests/mpi whose tests run on three ranks as well, where parameters are gathered: what
+# is cut into shards, and what is cut anew as parameters come and go or have options of their own.
+UNEVEN = (
+    "test_semantics_options.py",
+    "test_semantics_parameters.py",
+    "test_semantics_state.py",
+    "collectives/*.py",
+)
 
 # Tests that run at every size that they admit, and under Open MPI.
 COVERING = (
@@ -157,7 +161,7 @@ def _is_fast(test: str, admitted: Admitted, size: int, is_uneven: bool) -> bool:
     if _is_in(COVERING, test) and (size < MANY or _is_in(ON_MANY, test)):
         return True
     file = test.partition("::")[0]
-    return is_uneven and _is_in(UNEVEN, file) and not _is_in(COMPILING, file)
+    return is_uneven and _is_in(UNEVEN, file)
 
 
 def _is_in(patterns: tuple[str, ...], name: str) -> bool:

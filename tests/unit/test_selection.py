@@ -12,7 +12,6 @@ import pytest
 from tests.sections import list_sections, list_torch_sections
 from tests.selection import (
     CHOICES,
-    COMPILING,
     COVERING,
     SECOND_MPI_JOBS,
     SIZES,
@@ -35,7 +34,7 @@ def sizes(choice: str | None, test: str, admitted: Admitted = Admitted()) -> lis
 def test_a_test_without_a_marker_runs_on_two_ranks_and_uneven_shares_on_three() -> None:
     assert sizes("fast", OTHER) == [2]
     assert sizes("fast", FAST) == [2, 3]
-    assert sizes("fast", "test_semantics_compiled.py::test_a") == [2]
+    assert sizes("fast", "test_semantics_modules.py::test_a") == [2]
     assert sizes("fast", COVERED) == [1, 2, 3]
     assert not is_chosen("fast", FAST, Admitted(), size=3, gathers_gradients=True)
     assert is_chosen("fast", FAST, Admitted(), size=2, gathers_gradients=True)
@@ -78,7 +77,7 @@ def test_another_torch_has_the_covering_set_and_what_looks_into_torch() -> None:
     assert sizes("torch", OTHER) == []
 
 
-@pytest.mark.parametrize("pattern", [*COVERING, *SECOND_MPI_JOBS, *TORCH, *UNEVEN, *COMPILING])
+@pytest.mark.parametrize("pattern", [*COVERING, *SECOND_MPI_JOBS, *TORCH, *UNEVEN])
 def test_every_pattern_has_tests(pattern: str) -> None:
     file, _, name = pattern.partition("::")
     paths = [path for path in MPI_TESTS.rglob("test_*.py") if _fits(path, file)]

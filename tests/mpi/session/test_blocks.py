@@ -18,7 +18,7 @@ from tests.mpi.session.points import run, saved_model
     "given",
     [
         {"activation_checkpointing": True},
-        {"compile": True},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
         {"compile": True, "activation_checkpointing": True},
     ],
     ids=["checkpointed", "compiled", "both"],
