@@ -23,7 +23,7 @@ CommDtype = Literal["fp32", "bf16", "fp16"]
 Compress = Literal[
     "none", "int8", "int4", "nonzero", "random-block", "random-k", "topk", "block-topk", "powersgd"
 ]
-Feedback = Literal["ef14", "none"]
+Feedback = Literal["ef14", "ef21", "none"]
 CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
 ProgressMode = Literal["thread", "poll"]
@@ -142,7 +142,8 @@ class EngineConfig:
         the rest later.
     density: of sparse ``compress``, the part of each shard that is sent; None: 0.01.
     error_feedback: of sparse ``compress``, what becomes of the rest: ``ef14`` adds it to the next
-        gradient, ``none`` drops it; None: ``ef14``.
+        gradient, ``ef21`` sends differences to an estimate, for any optimizer, ``none`` drops it;
+        None: ``ef14``.
     compress_after: so many steps send all as it is, before lossy ``compress`` begins.
     powersgd_rank: of ``compress="powersgd"``, the columns of each factor; None: 4.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
@@ -223,8 +224,8 @@ class EngineConfig:
     error_feedback: Feedback | None = _declare(
         None,
         "choice",
-        "with a sparse --compress: ef14 adds what was not sent to the next gradient, none drops "
-        "it; default: ef14",
+        "with a sparse --compress: ef14 adds what was not sent to the next gradient, ef21 sends "
+        "differences to an estimate, none drops it; default: ef14",
         choices=get_args(Feedback),
     )
     compress_after: int = _declare(
@@ -468,6 +469,11 @@ class EngineConfig:
     def is_sparse(self) -> bool:
         """Whether a step sends a part of the gradients."""
         return self.compress in SPARSE
+
+    @property
+    def needs_linear(self) -> bool:
+        """Whether the optimizer gets parts of gradients, and sums of such."""
+        return self.is_sparse and self.error_feedback != "ef21"
 
     @property
     def sent_density(self) -> float | None:

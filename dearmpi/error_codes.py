@@ -219,7 +219,7 @@ optimizer-couples-buckets
     Use an optimizer that keeps its values in each parameter's state, or train on one rank.
 optimizer-not-linear
     A sparse gradient is to be sent, and steps of the optimizer are not linear in the gradient.
-    Take `compress="int8"` or `"int4"`, or `torch.optim.SGD`.
+    Take `error_feedback="ef21"`, `compress="int8"` or `"int4"`, or `torch.optim.SGD`.
 optimizer-keeps-gradient
     The optimizer keeps `p.grad` itself for a later step.
     Keep a clone of the gradient.

@@ -82,6 +82,8 @@ class BucketRuntime:
         ``gather="gradients"`` of the whole bucket.
     travels_as_factors: until gradients are gathered, the own shard holds factors, which have their
         norm, and no elements.
+    keeps_unused: whether what arrives of a parameter that no rank uses waits for its next use; not
+        of estimates, which are no part of a gradient.
     streams: on a device, all streams that have written gradients since the iteration began.
 
     One thread at a time writes: the main thread until the reduce-scatter is submitted, then the
@@ -109,6 +111,7 @@ class BucketRuntime:
         self.shown: Tensor | None = None
         self.owed: Tensor | None = None
         self.travels_as_factors = False
+        self.keeps_unused = True
         self.pending = self.unread = False
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)

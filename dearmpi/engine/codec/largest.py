@@ -18,7 +18,7 @@ from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.residual import ErrorFeedback
+from dearmpi.engine.codec.residual import ErrorFeedback, GradientEstimate
 from dearmpi.engine.codec.sparse import FAR_APART, RandomBlocks, RandomElements, SparseReduce
 
 _PIECE = 1 << 16  # elements at once: their magnitudes stay in a core's cache
@@ -54,7 +54,7 @@ class TopElements(SparseReduce):
         unaligned = self.num_sent * (spec.itemsize + _INDEX_BYTES)
         self._num_bytes = -(-unaligned // _ALIGNMENT) * _ALIGNMENT  # of a message
         self._thresholds = [0.0] * spec.world_size
-        self.sent_bytes = (spec.world_size - 1) * self._num_bytes
+        self.sparse_bytes = (spec.world_size - 1) * self._num_bytes
 
     def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
         """Encode and exchange at once, since operations in flight are told apart by their order;
@@ -166,7 +166,7 @@ class TopBlocks(SparseReduce):
         spec, width = bucket.spec, bucket.spec.itemsize
         each = len(firsts) * _NUM_PROJECTIONS * width
         each += self._num_chosen * (_INDEX_BYTES + self._block * width)
-        self.sent_bytes = (spec.world_size - 1) * each
+        self.sparse_bytes = (spec.world_size - 1) * each
 
     def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
         """Reduce the projections, gather the owners' choices, reduce the blocks chosen."""
@@ -223,7 +223,10 @@ def sparse_reduce(
     bucket: BucketRuntime, algorithms: CollectiveAlgorithms, scratch: Scratch, config: EngineConfig
 ) -> SparseReduce:
     """The sparse codec that ``config.compress`` names."""
-    feedback = ErrorFeedback(bucket.spec.world_size, keeps=config.error_feedback != "none")
+    size, choice = bucket.spec.world_size, config.error_feedback
+    feedback = ErrorFeedback(size, keeps=choice != "none")
+    if choice == "ef21":
+        feedback, bucket.keeps_unused = GradientEstimate(size), False
     density = config.density or DEFAULT_DENSITY
     kind = _SPARSE[config.compress]
     return kind(bucket, algorithms, scratch, density=density, feedback=feedback)

@@ -1,8 +1,10 @@
-"""Error feedback: what a rank has not sent of its gradients is added to the next ones.
+"""Error feedback: what a rank has not sent of its gradients is added to the next ones (EF14), or
+ranks send how their gradients differ from an estimate (EF21).
 
 A residual is never saved. Where state is read, all of it goes to the owners of its elements, dense
 and at once, and counts in their next update. So a resumed run goes on as the other does. Nothing is
-lost on any number of ranks above one.
+lost on any number of ranks above one. An estimate is not saved either: where state is read, the
+next step is dense, on the run that goes on as on the resumed one.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ class ErrorFeedback:
 
     keeps: False to drop what was not sent; then nothing is ever owed.
     owes: whether there is a residual; the same on all ranks.
+    needs_dense: whether the next reduction is to be dense; the same on all ranks.
     """
 
+    needs_dense = False
     _sent_square = 0.0
 
     def __init__(self, world_size: int, *, keeps: bool) -> None:
@@ -54,6 +58,9 @@ class ErrorFeedback:
         own = rows[rank]
         self._reduced = sent, rank, own.clone() if self.keeps else own
         return own.zero_()
+
+    def complete(self, shard: Tensor) -> None:
+        """The sums are in ``shard``, the own one."""
 
     def commit(self, data: Tensor, *, is_final: bool) -> bool:
         """Keep what was not sent; of numbers that are not finite nothing is kept.
@@ -112,3 +119,101 @@ class ErrorFeedback:
     def forget(self) -> None:
         """Begin anew."""
         self._residual, self._reduced, self._before, self.owes = None, None, None, False
+
+
+_ALL: Sent = (slice(None), slice(None))
+
+
+class GradientEstimate(ErrorFeedback):
+    """What owners take a rank's gradient for (EF21, arXiv 2106.05203).
+
+    A rank sends a part of the difference between its gradient and its estimate, which both sides
+    add. So the sum of all estimates, which each owner keeps of its shard, is what the optimizer
+    gets: a whole gradient in every step, also for optimizers that are not linear in it. The first
+    step is dense. Rounding aside, the owners' sums are those of the ranks' estimates at all times.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size, keeps=True)
+        self._total: Tensor | None = None  # of the own shard over all ranks
+        self._next: Tensor | None = None  # the same, once what is reduced counts
+        self._first: Tensor | None = None  # a gradient that travels whole
+        self._saved: tuple[Tensor | None, Tensor | None] | None = None  # of the last step
+        self._unsent_square = 0.0
+
+    @property
+    def needs_dense(self) -> bool:  # type: ignore[override]
+        """While there is no estimate."""
+        return self._residual is None
+
+    def add_to(self, data: Tensor) -> None:
+        """Subtract the estimate from gradients that are about to be sent; keep whole ones."""
+        if self._residual is None:
+            self._first = data.clone()
+        else:
+            data.sub_(self._residual)
+
+    def complete(self, shard: Tensor) -> None:
+        """Add the sums of the estimates to the differences'."""
+        if self._total is not None:
+            shard.add_(self._total)
+        self._next = shard.clone()
+
+    def commit(self, data: Tensor, *, is_final: bool) -> bool:
+        """Add what was sent to the estimate; after NaN, which all owners get, begin anew."""
+        if is_final:
+            self._saved = None
+        elif self._saved is None:
+            kept = None if self._residual is None else self._residual.clone()
+            self._saved = kept, self._total
+        if self._next is None:
+            return False
+        self._total, self._next = self._next, None
+        if self._first is not None:
+            self._residual, self._first = self._first, None
+            self._sent_square = float(torch.linalg.vector_norm(self._residual)) ** 2
+            self._unsent_square = 0.0
+        else:
+            self._add_sent(data)
+        self.owes = True
+        if bool(self._total.isnan().any()):
+            saved = self._saved
+            self.forget()
+            self._saved = saved
+        return True
+
+    def _add_sent(self, data: Tensor) -> None:
+        assert self._reduced is not None and self._residual is not None
+        (sent, rank, own), self._reduced = self._reduced, None
+        rows = data.view(self._size, -1)
+        in_own = rows[rank].clone()
+        rows[rank].copy_(own)
+        estimate, changes = self._residual.view(self._size, -1), rows[sent]
+        whole = float(torch.linalg.vector_norm(data)) ** 2
+        self._sent_square = float(changes.square().sum())
+        self._unsent_square = max(0.0, whole - self._sent_square)
+        estimate[sent] = estimate[sent] + changes  # of an element that is named twice: once
+        rows[rank].copy_(in_own)
+
+    def discard(self) -> None:
+        """What was sent since the last step does not count."""
+        self._reduced = self._next = self._first = None
+        if self._saved is not None:
+            (self._residual, self._total), self._saved = self._saved, None
+            self.owes = self._residual is not None
+
+    def squares(self) -> tuple[float, float]:
+        """Squared norms of the differences that the last step has not sent, and has."""
+        return self._unsent_square, self._sent_square
+
+    def _settle(
+        self, bucket: BucketRuntime, collectives: Collectives, algorithm: CollectiveAlgorithms
+    ) -> Iterator[Request]:
+        """Nothing is owed: the next step is dense."""
+        self.forget()
+        yield from ()
+
+    def forget(self) -> None:
+        """Begin anew."""
+        super().forget()
+        self._total = self._next = self._first = self._saved = None

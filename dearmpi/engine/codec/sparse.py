@@ -20,7 +20,7 @@ from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Chain, Collectives, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.codec import StatelessCodec
+from dearmpi.engine.codec.codec import StatelessCodec, elements_sent
 from dearmpi.engine.codec.residual import ErrorFeedback
 
 FAR_APART = 1 << 40  # seeds of two buckets
@@ -47,7 +47,19 @@ class SparseReduce(StatelessCodec):
         self.scratch, self.feedback = scratch, feedback
         self.turn = 0
         self._turn_before: int | None = None  # that of the iteration's start, if it has gone on
-        self.sent_bytes = (self._size - 1) * self.num_sent * spec.itemsize
+        self._dense_bytes = elements_sent(bucket) * spec.itemsize
+        self.sparse_bytes = (self._size - 1) * self.num_sent * spec.itemsize
+        self._is_dense = False  # the last reduction
+
+    @property
+    def sent_bytes(self) -> int:  # type: ignore[override]
+        """Of the last step, which may have been dense."""
+        return self._dense_bytes if self._is_dense else self.sparse_bytes
+
+    @property
+    def steady_bytes(self) -> int:
+        """Of steps that are not dense."""
+        return self.sparse_bytes
 
     @property
     def keeps(self) -> bool:  # type: ignore[override]
@@ -80,9 +92,16 @@ class SparseReduce(StatelessCodec):
     def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request]:
         data = bucket.gradients.data
         data[bucket.spec.numel :].zero_()  # the padding may be anything
+        self._is_dense = self.feedback.needs_dense
         self.feedback.add_to(data)
         finite = math.isfinite(float(data.sum()))
-        yield from self.reduce(data.view(self._size, -1), collectives, finite=finite)
+        if self._is_dense:
+            if not finite:
+                data.fill_(math.nan)
+            yield self.algorithm.start_reduce_scatter(data, collectives)
+        else:
+            yield from self.reduce(data.view(self._size, -1), collectives, finite=finite)
+        self.feedback.complete(bucket.gradients.shard)
 
     def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
         """Keep what was not sent."""

@@ -99,8 +99,9 @@ def require_linear(optimizer: Optimizer, compress: str) -> None:
         if not torch.allclose(both - none, (one - none) + (other - none), rtol=1e-6, atol=1e-9):
             raise ConfigError(
                 f"compress is {compress!r}, but steps of {name} are not linear in the gradient: it "
-                "would take the zeros and sums of a sparse gradient for real ones; take compress "
-                "'int8' or 'int4', or torch.optim.SGD, with momentum or without",
+                "would take the zeros and sums of a sparse gradient for real ones; take "
+                "error_feedback 'ef21', compress 'int8' or 'int4', or torch.optim.SGD, with "
+                "momentum or without",
                 code="optimizer-not-linear",
             )
 

@@ -32,14 +32,14 @@ def check_optimizer(optimizer: Optimizer, *, world_size: int, config: EngineConf
         require_steady(optimizer)  # what cannot run on several ranks is refused on one already
         require_separable(optimizer)
         require_copied_gradients(optimizer)
-        if config.is_sparse:
+        if config.needs_linear:
             require_linear(optimizer, config.compress)
         return "even"
     tried = host_twin(optimizer) if config.update_on == "host" else optimizer
     require_steady(tried)
     shards = _require_shards(tried, config)
     require_copied_gradients(tried)
-    if config.is_sparse:
+    if config.needs_linear:
         require_linear(tried, config.compress)
     return shards
 
