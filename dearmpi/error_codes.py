@@ -35,6 +35,12 @@ out-of-range
 settings-contradict
     Two settings exclude each other.
     Change or remove one of the two settings that the message names.
+steps-inconsistent
+    The steps of a collective name a rank, a shard, a chunk or a step that there is not.
+    Mend the steps; the message names the place.
+steps-wrong
+    The steps of a collective end with wrong shards, or leave a rank waiting for ever.
+    Mend the steps; the message names rank and step.
 topology-misfit
     The sizes of a topology are not those of the job.
     Give sizes whose product is the number of ranks, or `hosts`.

@@ -108,6 +108,7 @@ _KINDS = {
     "layers": "a profile, as dear-train profile writes it",
     "reduce_scatter": "a calibration, as dear-train calibrate writes it",
     "buckets": "a plan, as dear-train plan writes it",
+    "steps": "a collective's steps, as JSON",
 }
 """The files of this package, by a key that stands in no other."""
 
