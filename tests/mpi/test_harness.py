@@ -23,6 +23,7 @@ HARNESS = (
     "launch.py",
     "roster.py",
     "selection.py",
+    "share.py",
     "trials.py",
 )
 
