@@ -25,22 +25,30 @@ if TYPE_CHECKING:
     from dearmpi.engine.scaling import GradScaler
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
+    from dearmpi.local.auc import BalancedBatches, auc_of
+    from dearmpi.local.auc_loss import AucLoss
     from dearmpi.local.optimizer import LocalOptimizer
+    from dearmpi.local.primal_dual import Codasca, PrimalDual
     from dearmpi.local.scaffnew import Scaffnew
     from dearmpi.train.run.script_run import Run
     from dearmpi.tune.device_probe import probe_devices
 
 __all__ = [
+    "AucLoss",
+    "BalancedBatches",
+    "Codasca",
     "DistributedDataParallel",
     "DistributedOptimizer",
     "EngineConfig",
     "GradScaler",
     "LocalOptimizer",
+    "PrimalDual",
     "Run",
     "Scaffnew",
     "StallLimits",
     "SyncBatchNorm",
     "World",
+    "auc_of",
     "broadcast_buffers",
     "broadcast_parameters",
     "connect",
@@ -49,16 +57,21 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AucLoss": "dearmpi.local.auc_loss",
+    "BalancedBatches": "dearmpi.local.auc",
+    "Codasca": "dearmpi.local.primal_dual",
     "DistributedDataParallel": "dearmpi.drop_in.wrapper",
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",
     "GradScaler": "dearmpi.engine.scaling",
     "LocalOptimizer": "dearmpi.local.optimizer",
+    "PrimalDual": "dearmpi.local.primal_dual",
     "Run": "dearmpi.train.run.script_run",
     "Scaffnew": "dearmpi.local.scaffnew",
     "StallLimits": "dearmpi.comm.watchdog.watchdog",
     "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",
     "World": "dearmpi.comm.world",
+    "auc_of": "dearmpi.local.auc",
     "broadcast_buffers": "dearmpi.engine.sync.model_tensors",
     "broadcast_parameters": "dearmpi.engine.sync.model_tensors",
     "connect": "dearmpi.comm.lifecycle",

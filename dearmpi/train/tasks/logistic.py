@@ -15,7 +15,6 @@ from torch import Tensor
 from dearmpi.errors import ConfigError
 from dearmpi.train.tasks.task import import_extra
 
-LOGISTIC_TASKS = ("breast-cancer", "digits")
 Split = Literal["label", "shuffled"]
 _MOST_NEWTON = 100
 
@@ -88,14 +87,14 @@ class LogisticProblem:
 def logistic_problem(
     name: str, *, num_clients: int, condition: float, split: Split = "label", seed: int = 0
 ) -> LogisticProblem:
-    """The task ``name`` of LOGISTIC_TASKS, in fp64: breast cancer, or digits 0-4 against 5-9.
+    """In fp64, of ``breast-cancer`` or ``digits``, 0-4 against 5-9.
 
     condition: L / mu, by which the regularisation is chosen. split: ``label`` deals samples out
     sorted by class, so that most clients have one; ``shuffled`` deals them out at random.
 
     Raises TaskError where scikit-learn is not installed, ConfigError for numbers out of range.
     """
-    features, signs, classes = _read(name)
+    features, signs, classes = read_table(name)
     if not 1 <= num_clients <= len(features):
         raise ConfigError(
             f"there are {num_clients} clients, and task {name} has {len(features)} samples; give "
@@ -119,8 +118,11 @@ def logistic_problem(
     return LogisticProblem(name, rows, counts, smoothness, smoothness / condition)
 
 
-def _read(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Features with a constant one, signs, and classes to sort by."""
+def read_table(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Standardised features with a constant one, (n, size) in fp64, signs, and classes to sort by.
+
+    Raises TaskError where scikit-learn is not installed.
+    """
     datasets: Any = import_extra(
         "sklearn.datasets", library="scikit-learn", extra="digits", needed_by=f"task {name}"
     )

@@ -116,8 +116,11 @@ BUILT_IN = ("bytes-lm", "digits", "images")
 SYNTHETIC = "synthetic"
 SYNTHETIC_MODELS = ("bert-base", "bert-large", "resnet50")
 LIBRARIES = ("torchvision", "timm", "transformers")
+AUC = "auc"
+AUC_TABLES = ("breast-cancer", "digits")
 TASK_FORMS = (
     *BUILT_IN,
+    *(f"{AUC}:{table}" for table in AUC_TABLES),
     f"{SYNTHETIC}:NAME",
     "package.module:function",
     "path/to/file.py:function",
@@ -136,6 +139,12 @@ def check_task_name(name: str) -> None:
             known = [*SYNTHETIC_MODELS, *(f"{library}:NAME" for library in LIBRARIES)]
             raise TaskError(
                 f"there is no task {SYNTHETIC}:{rest}{known_names(rest, known)}",
+                code="unknown-choice",
+            )
+    elif kind == AUC and colon:
+        if rest not in AUC_TABLES:
+            raise TaskError(
+                f"there is no task {AUC}:{rest}{known_names(rest, AUC_TABLES)}",
                 code="unknown-choice",
             )
     elif colon or name.endswith(".py"):

@@ -12,6 +12,7 @@ from torch import nn
 
 from dearmpi.errors import CheckpointError, DataError, TaskError
 from dearmpi.train.checkpoint.part import check_storable
+from dearmpi.train.tasks.auc import build_auc
 from dearmpi.train.tasks.bytes_lm import build_bytes_lm
 from dearmpi.train.tasks.image_models import build_digits
 from dearmpi.train.tasks.images import build_images
@@ -23,7 +24,7 @@ from dearmpi.train.tasks.own_code import (
     stay_importable,
 )
 from dearmpi.train.tasks.synthetic import build_synthetic
-from dearmpi.train.tasks.task import SYNTHETIC, Task, check_task_name, count_samples
+from dearmpi.train.tasks.task import AUC, SYNTHETIC, Task, check_task_name, count_samples
 
 _BUILDERS: Mapping[str, Callable[[Mapping[str, str]], Task]] = {
     "bytes-lm": build_bytes_lm,
@@ -43,6 +44,8 @@ def build_task(name: str, options: Mapping[str, str]) -> Task:
         task = _BUILDERS[name](options)
     elif kind == SYNTHETIC:
         task = build_synthetic(rest, options)
+    elif kind == AUC and rest:
+        task = build_auc(rest, options)
     else:
         check_task_name(name)
         task = build_custom(name, options)
@@ -52,7 +55,7 @@ def build_task(name: str, options: Mapping[str, str]) -> Task:
 
 def prepare_to_load(name: str) -> None:
     """Let samples of the task ``name`` be unpickled in a process that did not build it."""
-    if name not in _BUILDERS and name.partition(":")[0] != SYNTHETIC:
+    if name not in _BUILDERS and name.partition(":")[0] not in (SYNTHETIC, AUC):
         stay_importable(name)
 
 
