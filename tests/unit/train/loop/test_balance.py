@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from dearmpi.train.loop.session import Session, open_session
 from dearmpi.train.loop.trainer import Trainer
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.settings.sources import make_source
+from dearmpi.train.tasks.task import Task
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.unit.train.points import SGD, Notes, make_task
@@ -60,7 +63,13 @@ def test_a_rank_that_is_slow_besides_takes_several_changes_each_a_little_later()
 
 @pytest.fixture
 def _points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "build_task", lambda spec, options: make_task())
+    """Each rank's task has the same model: ranks that are threads draw from one generator."""
+    task = make_task()
+
+    def build(spec: str, options: object) -> Task:
+        return replace(task, model=copy.deepcopy(task.model))
+
+    monkeypatch.setattr(session, "build_task", build)
 
 
 def begin(world: World, folder: Path, **given: object) -> Session:
@@ -92,6 +101,25 @@ def test_a_run_goes_on_with_its_shares_and_evenly_on_other_ranks(
     assert run_ranks(3, lambda world: sizes(world, tmp_path, **again))[0] == (2, 3, 3)
     other = run_ranks(2, lambda world: sizes(world, tmp_path, batch_shares="1,3", **again))
     assert other == [(2, 6)] * 2
+
+
+@pytest.mark.usefixtures("_points")
+def test_weights_of_shards_stay_on_as_many_ranks(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+
+    def work(world: World) -> Any:
+        job = begin(world, tmp_path, shards="3,1", bucket_cap_mb=1).job
+        Trainer(job, tmp_path / "a", listener=Notes()).run()
+        return job.optimizer.config.shards
+
+    def again(world: World) -> Any:
+        job = begin(world, tmp_path, resume="auto", max_steps=3).job
+        job.optimizer.close()
+        return job.optimizer.config.shards
+
+    assert run_ranks(2, work) == [(3.0, 1.0)] * 2
+    assert run_ranks(2, again) == [(3.0, 1.0)] * 2
+    assert run_ranks(3, again) == ["auto"] * 3
 
 
 def test_batch_normalisation_of_one_rank_is_warned_of(alone: World) -> None:
