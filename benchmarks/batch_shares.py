@@ -29,8 +29,8 @@ from dearmpi.train.tasks.task import Task
 from tests.job import run_job
 
 NUM_RANKS, SLOW_RANK = 4, 1
-BATCH_SIZE, NUM_STEPS = 256, 120
-NUM_LAYERS, SAMPLE_S = 4, 0.0005  # of one layer, forward and in backprop each
+BATCH_SIZE, NUM_STEPS = 256, 80
+NUM_LAYERS, SAMPLE_S = 4, 0.001  # of one layer, forward and in backprop each
 LIMIT_S = 300.0
 
 

@@ -180,7 +180,7 @@ class EngineConfig:
         "auto",
         "choice",
         "where buckets are cut: even, for elementwise optimizers; whole: each parameter has one "
-        "owner; auto: whole if the optimizer needs whole tensors",
+        "owner; auto: whole if the optimizer needs whole tensors; numbers: a weight for each rank",
         choices=get_args(Shards),
     )
     bucket_cap_mb: float | None = _declare(

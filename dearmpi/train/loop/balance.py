@@ -7,7 +7,7 @@ ranks. Rank 0 decides for all.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -46,9 +46,9 @@ def stored_weights(weights: Sequence[float]) -> dict[str, Any]:
     return {"batch_shares": list(weights)} if weights else {}
 
 
-def fits_ranks(value: object, meta: dict[str, Any], world: World) -> bool:
-    """Whether the shares ``value`` of a checkpoint with ``meta`` are for as many ranks."""
-    return isinstance(value, str) or meta.get("world_size") == world.size
+def numbers_of_ranks(values: Mapping[str, Any]) -> list[str]:
+    """Names of the settings in ``values`` that hold a number for each rank."""
+    return [n for n in ("batch_shares", "shards") if isinstance(values.get(n), (list, tuple))]
 
 
 def describe_shares(batches: Batches | StreamBatches) -> str:

@@ -20,7 +20,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import go_back
-from dearmpi.train.loop.balance import fits_ranks, warn_of_batch_norm
+from dearmpi.train.loop.balance import numbers_of_ranks, warn_of_batch_norm
 from dearmpi.train.loop.job import Job, check_position, prepare, share_samples
 from dearmpi.train.loop.optimizers import OptimizerChoice, choose_optimizer
 from dearmpi.train.loop.planning import why_untraceable
@@ -108,8 +108,8 @@ def open_session(world: World, sources: Sequence[Source]) -> Session:
     with together(world):
         if snapshot is not None:
             stored = _stored_source(snapshot, origin=str(location.checkpoint))
-            if not fits_ranks(stored.values.get("batch_shares", ""), snapshot.meta, world):
-                stored = without(stored, ("batch_shares",))
+            if snapshot.meta.get("world_size") != world.size:
+                stored = without(stored, numbers_of_ranks(stored.values))
             sources = [*sources, stored]
             # Before the task is built, to which the options of another one mean nothing.
             check_resumable(stored.values, before_task(sources), names=BEFORE_THE_TASK)

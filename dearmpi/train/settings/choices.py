@@ -33,11 +33,15 @@ BatchSharesName = Literal["auto", "even"]
 _LIMITS = StallLimits()
 
 
-def _of_engine(name: str) -> Any:
-    """The setting of the engine by that name, as ``EngineConfig`` declares it."""
+def _of_engine(name: str, **details: Any) -> Any:
+    """The setting of the engine by that name, as ``EngineConfig`` declares it; ``details`` are
+    further fields of ``Setting``.
+    """
     own = engine_setting(name)
     bounds = {"least": own.least, "above": own.above}
-    return setting(own.default, "Communication", own.kind, own.help, choices=own.choices, **bounds)
+    return setting(
+        own.default, "Communication", own.kind, own.help, choices=own.choices, **bounds, **details
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +212,9 @@ class RunChoices:
 
     schedule: ScheduleName = _of_engine("schedule")
     gather: Gather = _of_engine("gather")
-    shards: Shards = _of_engine("shards")
+    shards: Shards | tuple[float, ...] = _of_engine(
+        "shards", metavar="auto|even|whole|X,X,...", takes_numbers=True
+    )
     bucket_cap_mb: float | None = _of_engine("bucket_cap_mb")
     reduce_scatter: ReduceScatter | Literal["auto"] = _of_engine("reduce_scatter")
     topology: str = _of_engine("topology")
