@@ -45,10 +45,12 @@ from dearmpi.bench.torch_methods import (
     check_fsdp2,
     ddp,
     ddp_bf16,
+    ddp_localsgd,
     ddp_powersgd,
     fsdp2,
     read_ddp,
     read_ddp_bf16,
+    read_ddp_localsgd,
     read_ddp_powersgd,
     read_fsdp2,
 )
@@ -62,11 +64,13 @@ class _OtherMethod:
     """method: under its name, with the options that the name implies. sends: what it can send.
 
     read: raises ConfigError for options that do not exist or fit; the factory reads by it, too.
+    period: by its options, as a method's.
     """
 
     method: Method
     read: Callable[[Mapping[str, str]], object]
     sends: tuple[str, ...] = engine_setting("comm_dtype").choices
+    period: Callable[[Mapping[str, str]], int] = lambda options: 1
 
 
 _OTHER_METHODS: Mapping[str, _OtherMethod] = {
@@ -75,6 +79,12 @@ _OTHER_METHODS: Mapping[str, _OtherMethod] = {
         _OtherMethod(Method("ddp", ddp), read_ddp),
         _OtherMethod(
             Method("ddp-bf16", ddp_bf16, {"comm_dtype": "bf16"}), read_ddp_bf16, ("fp32", "bf16")
+        ),
+        _OtherMethod(
+            Method("ddp-localsgd", ddp_localsgd),
+            read_ddp_localsgd,
+            ("fp32",),
+            period=read_ddp_localsgd,
         ),
         _OtherMethod(Method("ddp-powersgd", ddp_powersgd), read_ddp_powersgd, ("fp32",)),
         _OtherMethod(Method("fsdp2", fsdp2, check=check_fsdp2), read_fsdp2, ("fp32",)),
@@ -134,7 +144,7 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
         other = _OTHER_METHODS[name]
         options = {**other.method.options, **options}
         other.read(options)
-        return replace(other.method, label=label, options=options)
+        return replace(other.method, label=label, options=options, period=other.period(options))
     if name == LOCAL:
         return local_method(label, options)
     refuse_settings(name, options)

@@ -137,6 +137,31 @@ def ddp_powersgd(setup: Setup) -> Entrant:
     return Entrant(model, setup.make_optimizer(model.parameters()))
 
 
+def ddp_localsgd(setup: Setup) -> Entrant:
+    """torch's PeriodicModelAverager: each rank trains alone, and parameters are averaged at times.
+
+    Options: ``period``, steps from one average to the next, 8.
+    """
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.algorithms.model_averaging.utils import average_parameters
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    averager = PeriodicModelAverager(period=read_ddp_localsgd(setup.options), warmup_steps=0)
+    params = list(setup.model.parameters())
+    optimizer = PostLocalSGDOptimizer(setup.make_optimizer(params), averager)
+    group = averager.process_group
+
+    def finish() -> None:
+        average_parameters(iter(params), group)
+
+    return Entrant(setup.model, optimizer, finish=finish)
+
+
+def read_ddp_localsgd(options: Mapping[str, str]) -> int:
+    refuse_unknown(options, ("period",))
+    return _read_number(options, "period", default=8, least=1)
+
+
 def read_ddp(options: Mapping[str, str]) -> _DdpSettings:
     refuse_unknown(options, ("cap", "comm_dtype", "view"))
     comm_dtype = options.get("comm_dtype", "fp32")

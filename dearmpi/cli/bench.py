@@ -56,8 +56,8 @@ class Contents:
     show_default=True,
     metavar="LIST",
     help="of serial, wfbp, dear, planned (plan='auto'), bayes (a search for the bucket cap), "
-    "local (exchanges every few steps), ddp, ddp-bf16, ddp-powersgd, fsdp2, and horovod and "
-    "deepspeed where they are installed; "
+    "local (exchanges every few steps), ddp, ddp-bf16, ddp-localsgd, ddp-powersgd, fsdp2, and "
+    "horovod and deepspeed where they are installed; "
     "dear:2:window=3, ddp:8, deepspeed:stage=2 set the bucket cap in MiB and other settings",
 )
 @click.option(

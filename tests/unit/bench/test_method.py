@@ -91,6 +91,8 @@ def test_a_method_that_cannot_be_is_refused(text: str) -> None:
         ("ddp:comm_dtype=bf61", "bf61"),
         ("ddp-bf16:view=maybe", "view.*maybe.*true, false"),
         ("ddp-bf16:comm_dtype=fp32", "ddp-bf16 sends bf16"),
+        ("ddp-localsgd:period=0", "period is '0'; it must be a whole number, 1 or more"),
+        ("ddp-localsgd:cap=8", "no option cap; it has period"),
         ("ddp-powersgd:rank=0", "rank is '0'; it must be a whole number, 1 or more"),
         ("ddp-powersgd:start=1", "start is '1'; it must be a whole number, 2 or more"),
         ("ddp-powersgd:comm_dtype=bf16", "no option comm_dtype; it has cap, rank, start, view"),
