@@ -112,6 +112,14 @@ def test_hosts_come_work_at_their_rate_and_leave_nothing(lab: Lab, tmp_path: Pat
     assert lab.leavings() == ""
 
 
+@pytest.mark.parametrize("wire", ["--between", "--uplink"])
+def test_racks_have_slower_wires_between_them(lab: Lab, wire: str) -> None:
+    """n0 and n1 are in different racks, and have rates of their own."""
+    up = lab.netlab("up", "2", "100mbit,200mbit", "--racks", "2", wire, f"{RATE_MBIT}mbit")
+    assert up.returncode == 0, up.stderr  # its payload is neither more nor less
+    assert f"2 hosts, links of {RATE_MBIT} Mbit/s" in up.stdout
+
+
 def test_what_this_machine_s_tcp_does_by_default_does_not_matter(lab: Lab) -> None:
     netlab = load()
     up = lab.netlab("up", "2", f"{RATE_MBIT}mbit")
@@ -167,6 +175,15 @@ def test_without_hosts_there_is_nothing_to_run_on_or_to_check(lab: Lab) -> None:
         (["up", "1", "1gbit"], 1, "'1' is not a number of hosts"),
         (["up", "\u00b2", "1gbit"], 1, "'\u00b2' is not a number of hosts"),
         (["run", "-p", "0", "2", "true"], 1, "'0' is not a number"),
+        (["up", "3", "1gbit,1gbit"], 1, "2 rates for 3 hosts"),
+        (["up", "4", "1gbit", "--racks", "3"], 1, "do not fill 3 racks"),
+        (["up", "4", "1gbit", "--uplink", "1gbit"], 1, "give --racks"),
+        (["up", "4", "1gbit", "--racks", "2", "--between"], 1, "the options are"),
+        (
+            ["up", "4", "1gbit", "--racks", "2", "--between", "1gbit", "--uplink", "1gbit"],
+            1,
+            "exclude each other",
+        ),
     ],
 )
 def test_wrong_arguments_are_told(
