@@ -134,13 +134,13 @@ def _lay_out(
 
 
 def replica_spans(
-    timeline: Timeline, *, waits_in_step: bool = False
+    timeline: Timeline, *, waits_in_step: bool = False, clips: bool = False
 ) -> tuple[tuple[Span, ...], Window]:
     """The spans of ``timeline`` from the end of backprop on, with waits where computation waits,
     and the window that they fill. Handing a bucket over is backprop, as in what is measured.
 
     waits_in_step: the waits after backprop belong to the step that ends, and the window begins
-    where the forward does.
+    where the forward does. clips: so do the waits for reduce-scatters, whose norm the step needs.
     """
     spans = [
         Span(_TRACKS[s.lane], _pass(s.name), s.start_s, s.stop_s, 0, _bucket(s.name))
@@ -155,6 +155,9 @@ def replica_spans(
     begin_s = timeline.step_s
     if waits_in_step:
         begin_s = min(s.start_s for s in timeline.spans if s.name.startswith("F"))
+    elif clips:
+        reduced = [s.stop_s for s in spans if s.track is Track.REDUCE_SCATTER]
+        begin_s = max([begin_s, *reduced])
     window = Window(0, begin_s, begin_s + length_s)
     return (*spans, *again), window
 

@@ -154,7 +154,11 @@ def _iteration(run: RunRecord, figures: Figures, replica: Replica | None) -> Sec
         timeline = replica.timeline
         exposed = f"waits {time_text(timeline.exposed_s)}"
         conduct = _conduct(run)
-        drawn = replica_spans(timeline, waits_in_step=bool(conduct and conduct.waits_in_step))
+        drawn = replica_spans(
+            timeline,
+            waits_in_step=bool(conduct and conduct.waits_in_step),
+            clips=bool(conduct and not conduct.eager),
+        )
         groups.append(TrackGroup("simulated", *drawn, exposed))
         carries = "communication as fast" if figures.one_host else "a link as fast"
         caption += (

@@ -103,6 +103,16 @@ def test_waits_of_a_step_stand_at_its_end(tmp_path: Path) -> None:
     assert waits[-1][1] == pytest.approx(window.stop_s)
 
 
+def test_a_run_that_clips_waits_for_reduce_scatters_before_its_next_forward(tmp_path: Path) -> None:
+    timeline = replica(recorded(ExampleRun(backlog_s=0.2), tmp_path))
+    assert timeline is not None and timeline.exposed_s > 0
+    spans, window = replica_spans(timeline, clips=True)
+    reduced = [s for s in spans if s.track is Track.REDUCE_SCATTER and window.clip(s)]
+    assert max(s.stop_s for s in reduced) == pytest.approx(window.stop_s)
+    waits = union(part for s in spans if s.track is Track.WAIT and (part := window.clip(s)))
+    assert total(waits) == pytest.approx(timeline.exposed_s)
+
+
 def plan_of(num_buckets: int) -> Plan:
     """A plan that gathers all before the next feed-forward."""
     names = tuple(f"p{index}" for index in range(num_buckets))
