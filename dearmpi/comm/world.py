@@ -5,6 +5,7 @@ A group is the world of some of them, which has the job's progress thread and wa
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import Counter
@@ -355,6 +356,24 @@ class World:
         """
         with self.named_call("world.batch_share()"):
             return share_batch(self, batch_size, shares, before=before, seconds=seconds)
+
+    def loss_weight(self, weight: float) -> float:
+        """By what to multiply this rank's loss where ranks count by ``weight`` (collective).
+
+        The averaged gradient is then that of the weighted losses over the sum of weights. A rank
+        with weight 0, whose batch is not there, gets 0 and may leave backprop out, but must step.
+        If all weights are 0, so is the result on all ranks: leave the step out on all.
+        Raises ConfigError on all ranks for a weight that is negative or not finite.
+        """
+        is_good = 0 <= weight < math.inf
+        total, num_bad = self.all_reduce([weight if is_good else 0.0, not is_good])
+        if num_bad:
+            raise ConfigError(
+                f"weight is {weight} on rank {self.rank}, and {num_bad:.0f} of {self.size} ranks "
+                "have one that is negative or not finite; give a number of 0 or more",
+                code="out-of-range",
+            )
+        return weight * self.size / total if total else 0.0
 
     @answers_guesses("world.barrier", COLLECTIVE)
     def barrier(self) -> None:
