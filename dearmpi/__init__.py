@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
     from dearmpi.local.auc import BalancedBatches, auc_of
     from dearmpi.local.auc_loss import AucLoss
-    from dearmpi.local.optimizer import LocalOptimizer
+    from dearmpi.local.local_optimizer import LocalOptimizer
     from dearmpi.local.primal_dual import Codasca, PrimalDual
     from dearmpi.local.scaffnew import Scaffnew
     from dearmpi.train.run.script_run import Run
@@ -64,7 +64,7 @@ _HOMES = {
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",
     "GradScaler": "dearmpi.engine.scaling",
-    "LocalOptimizer": "dearmpi.local.optimizer",
+    "LocalOptimizer": "dearmpi.local.local_optimizer",
     "PrimalDual": "dearmpi.local.primal_dual",
     "Run": "dearmpi.train.run.script_run",
     "Scaffnew": "dearmpi.local.scaffnew",

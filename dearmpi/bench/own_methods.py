@@ -16,7 +16,7 @@ from dearmpi.config import MIB, EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.checks import check_parameters, optimized_parameters
 from dearmpi.errors import ConfigError
-from dearmpi.local.optimizer import LocalOptimizer
+from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.plan.data.local_schedule import LocalSchedule, OuterRule
 from dearmpi.plan.data.plan_choice import check_plan
 from dearmpi.train.loop.planning import NUM_TRIALS, CapSearch

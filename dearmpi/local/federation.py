@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.local.rounds import ClientRounds, Slopes
+from dearmpi.local.client_rounds import ClientRounds, Slopes
 from dearmpi.plan.data.rounds import AveragingRule, RoundRule
 
 Algorithm = Literal["gd", "fedavg", "scaffnew", "compressed-scaffnew", "tamuna"]

@@ -17,7 +17,7 @@ from dearmpi.config import EngineConfig
 from dearmpi.engine.setup.checks import optimized_parameters
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.local.anchor import Anchor
-from dearmpi.local.optimizer import LocalOptimizer
+from dearmpi.local.local_optimizer import LocalOptimizer
 
 
 class PrimalDual(Optimizer):

@@ -17,8 +17,8 @@ from dearmpi.engine.setup.checks import optimized_parameters
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
 from dearmpi.errors import CheckpointError, ConfigError, UsageError
 from dearmpi.local.anchor import Anchor
-from dearmpi.local.rounds import follow, mask_of, weighted_sum
-from dearmpi.local.settings import compare_ranks
+from dearmpi.local.client_rounds import follow, mask_of, weighted_sum
+from dearmpi.local.sync_settings import compare_ranks
 from dearmpi.plan.data.rounds import Round, RoundRule
 
 

@@ -8,7 +8,6 @@ from torch.optim import Optimizer
 
 from dearmpi.config import EngineConfig, Shards
 from dearmpi.device.accelerator import device_of
-from dearmpi.engine.probe.owners import require_tensorwise
 from dearmpi.engine.probe.probe import (
     host_twin,
     require_copied_gradients,
@@ -18,6 +17,7 @@ from dearmpi.engine.probe.probe import (
     resident_scalars,
 )
 from dearmpi.engine.probe.steadiness import adapts_its_groups, require_steady
+from dearmpi.engine.probe.tensor_wise import require_tensorwise
 from dearmpi.errors import ConfigError
 
 Cutting = Shards | Sequence[float]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from dearmpi.config import EngineConfig
-from dearmpi.engine.probe.owners import cost_of_update, tensorwise_groups
+from dearmpi.engine.probe.tensor_wise import cost_of_update, tensorwise_groups
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.sync.model_tensors import compare_tensors
 from dearmpi.plan.data.layout import BucketLayout, weigh

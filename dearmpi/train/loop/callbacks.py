@@ -12,7 +12,7 @@ from torch import nn
 
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.local.optimizer import LocalOptimizer
+from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.settings.settings import RunSettings

@@ -17,7 +17,7 @@ from dearmpi.engine.scaling import GradScaler
 from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import CheckpointError, ConfigError
-from dearmpi.local.optimizer import LocalOptimizer
+from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, read_plan
 from dearmpi.plan.data.plan_choice import check_plan

@@ -28,7 +28,7 @@ from dearmpi.engine.readings import Readings
 from dearmpi.engine.state.sharded_state import StatePiece
 from dearmpi.engine.sync.model_tensors import broadcast_buffers
 from dearmpi.errors import CheckpointError, NonFiniteLossError, UsageError
-from dearmpi.local.optimizer import LocalOptimizer
+from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.span import Track
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.manifest import FileRecord

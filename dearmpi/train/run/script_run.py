@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ConfigError, DataError, UsageError
-from dearmpi.local.optimizer import LocalOptimizer
+from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.report.read.pace import SlowRanks, StragglerWatch
 from dearmpi.train.data.data import Batches, StepSampler
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow, check_names

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
+from dearmpi.local.client_rounds import ClientRounds, control_sum
 from dearmpi.local.federation import Algorithm, Course, FederationSettings, run_algorithm
-from dearmpi.local.rounds import ClientRounds, control_sum
 from dearmpi.plan.data.rounds import AveragingRule, RoundRule
 from dearmpi.train.tasks.logistic import LogisticProblem, logistic_problem
 from tests.codes import raises

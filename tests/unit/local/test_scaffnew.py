@@ -20,7 +20,7 @@ from dearmpi.errors import (
     NonFiniteLossError,
     UsageError,
 )
-from dearmpi.local.rounds import ClientRounds
+from dearmpi.local.client_rounds import ClientRounds
 from dearmpi.plan.data.rounds import RoundRule
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks

@@ -26,7 +26,7 @@ from dearmpi.errors import CheckpointError, ConfigError, UsageError
 from dearmpi.guessed import LOCAL_SETTINGS, answers_guesses
 from dearmpi.local.anchor import Anchor
 from dearmpi.local.rank_state import as_outer, join_entries, pieces_of_outer, pieces_of_rank
-from dearmpi.local.settings import (
+from dearmpi.local.sync_settings import (
     check_mix,
     check_numbers,
     choose_config,
