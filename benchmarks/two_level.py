@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 import dearmpi
-from dearmpi.comm.algorithms.grid import choose_grid
+from dearmpi.comm.algorithms.grid_collectives import choose_grid
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, run_all
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dearmpi.engine.scaling import GradScaler
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
-    from dearmpi.local.auc import BalancedBatches, auc_of
+    from dearmpi.local.area import BalancedBatches, auc_of
     from dearmpi.local.auc_loss import AucLoss
     from dearmpi.local.local_optimizer import LocalOptimizer
     from dearmpi.local.primal_dual import Codasca, PrimalDual
@@ -58,7 +58,7 @@ __all__ = [
 
 _HOMES = {
     "AucLoss": "dearmpi.local.auc_loss",
-    "BalancedBatches": "dearmpi.local.auc",
+    "BalancedBatches": "dearmpi.local.area",
     "Codasca": "dearmpi.local.primal_dual",
     "DistributedDataParallel": "dearmpi.drop_in.wrapper",
     "DistributedOptimizer": "dearmpi.engine.optimizer",
@@ -71,7 +71,7 @@ _HOMES = {
     "StallLimits": "dearmpi.comm.watchdog.watchdog",
     "SyncBatchNorm": "dearmpi.engine.sync.batch_norm",
     "World": "dearmpi.comm.world",
-    "auc_of": "dearmpi.local.auc",
+    "auc_of": "dearmpi.local.area",
     "broadcast_buffers": "dearmpi.engine.sync.model_tensors",
     "broadcast_parameters": "dearmpi.engine.sync.model_tensors",
     "connect": "dearmpi.comm.lifecycle",

@@ -89,7 +89,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class GridStage:
     """One rank's part in the crossing of a dimension.
 
     before: ranks as they come round the line backwards, after: forwards, each without this one.
@@ -104,7 +104,7 @@ class Stage:
 
 
 @lru_cache(maxsize=256)
-def stages_of(grid: Grid, rank: int, order: tuple[int, ...]) -> tuple[Stage, ...]:
+def stages_of(grid: Grid, rank: int, order: tuple[int, ...]) -> tuple[GridStage, ...]:
     """The stages of ``rank`` in a reduce-scatter that crosses dimensions in ``order``."""
     place, open_places = grid.order.index(rank), list(range(grid.num_ranks))
     found = []
@@ -118,7 +118,9 @@ def stages_of(grid: Grid, rank: int, order: tuple[int, ...]) -> tuple[Stage, ...
         for distance in range(1, size):
             at = (own + distance) % size
             peers.append(Peer(grid.order[place + (at - own) * stride], _ranks(grid, shards[at])))
-        found.append(Stage(dimension, tuple(peers[::-1]), tuple(peers), _ranks(grid, shards[own])))
+        found.append(
+            GridStage(dimension, tuple(peers[::-1]), tuple(peers), _ranks(grid, shards[own]))
+        )
         open_places = shards[own]
     return tuple(found)
 

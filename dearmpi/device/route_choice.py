@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from dearmpi.comm.algorithms.grid_collectives import choose_grid
 from dearmpi.comm.algorithms.registry import (
     CollectiveAlgorithms,
     select_grid,
@@ -163,11 +164,13 @@ def choose_algorithms(
     return CollectiveAlgorithms(fastest, wire_dtype)
 
 
-def check_devices(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:
+def check_routes(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:
     """Raise MismatchError unless all ranks have their parameters on one kind of device
-    (collective), and ConfigError unless this rank has them on one that can be served, and what
-    ``config`` says of devices has an effect.
+    (collective), and ConfigError unless this rank has them on one that can be served, what
+    ``config`` says of devices has an effect, and the sizes of its ``topology`` fit the world.
     """
+    if config.grid_sizes:
+        choose_grid(world, config)
     device = device_of(params)
     seen = world.all_gather_text(_HOST if device is None else device.name)
     for rank, name in enumerate(seen):

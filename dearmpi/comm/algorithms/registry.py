@@ -13,7 +13,7 @@ from typing import ClassVar, get_args
 
 from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
 from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm, RotatedExchange
-from dearmpi.comm.algorithms.grid import GridAlgorithm, choose_grid
+from dearmpi.comm.algorithms.grid_collectives import GridAlgorithm, choose_grid
 from dearmpi.comm.algorithms.ring import RingAlgorithm, RingContext, contexts_on
 from dearmpi.comm.algorithms.scratch import ScratchRequest, carrier_of, copy
 from dearmpi.comm.api.collectives import (

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dearmpi.comm.algorithms.grid import choose_grid
 from dearmpi.comm.world import World
 from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
 from dearmpi.device.accelerator import device_of
-from dearmpi.device.route_choice import check_devices
+from dearmpi.device.route_choice import check_routes
 from dearmpi.engine.iteration.compilation import refuse_compiled
 from dearmpi.engine.probe.probe import (
     require_half,
@@ -166,17 +165,15 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
 
 
 def check_job(world: World, params: Collection[nn.Parameter], *, config: EngineConfig) -> None:
-    """Raise ConfigError unless ``shards`` has a weight for each rank, if it has any, for sizes of a
-    ``topology`` that do not fit, and for devices as ``check_devices`` does (collective).
+    """Raise ConfigError unless ``shards`` has a weight for each rank, if it has any, and for
+    routes as ``check_routes`` does (collective).
     """
-    if config.grid_sizes:
-        choose_grid(world, config)
     if config.has_weights and len(config.shards) != world.size:
         raise ConfigError(
             f"shards has {len(config.shards)} weights for {world.size} ranks; give one for each",
             code="settings-contradict",
         )
-    check_devices(world, params, config=config)
+    check_routes(world, params, config=config)
 
 
 NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})

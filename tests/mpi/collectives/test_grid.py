@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from dearmpi.comm.algorithms.grid import grid_of
+from dearmpi.comm.algorithms.grid_collectives import grid_of
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World

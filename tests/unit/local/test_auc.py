@@ -25,7 +25,7 @@ from dearmpi import (
 )
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
-from dearmpi.local.auc import area_under
+from dearmpi.local.area import area_under
 from dearmpi.train.tasks.auc import Scorer
 from dearmpi.train.tasks.task_registry import build_task
 from tests.codes import raises

@@ -14,7 +14,7 @@ import torch
 from dearmpi import grid as grids
 from dearmpi.comm.algorithms import algorithm
 from dearmpi.comm.algorithms.algorithm import SendScheduler
-from dearmpi.comm.algorithms.grid import GridAlgorithm, choose_grid, grid_of
+from dearmpi.comm.algorithms.grid_collectives import GridAlgorithm, choose_grid, grid_of
 from dearmpi.comm.api.collectives import Request
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig

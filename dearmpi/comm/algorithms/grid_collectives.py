@@ -24,7 +24,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.cuts import Cuts
 from dearmpi.errors import ConfigError
-from dearmpi.grid import Grid, Line, Peer, Stage, num_chunks, piece, stages_of
+from dearmpi.grid import Grid, GridStage, Line, Peer, num_chunks, piece, stages_of
 
 _WINDOW = 2  # stages open at once in a dimension, so that one is on the wire while one is added
 
@@ -247,7 +247,7 @@ class GridOperation(Request):
         """Take in what has arrived."""
 
     @abstractmethod
-    def _parts(self, stage: Stage) -> tuple[Sequence[Peer], Sequence[Peer]]:
+    def _parts(self, stage: GridStage) -> tuple[Sequence[Peer], Sequence[Peer]]:
         """The shards that come in a stage, and those that go out, with the ranks."""
 
     @abstractmethod
@@ -270,7 +270,7 @@ class GridReduceScatter(GridOperation):
         self._buffer[arrival.where].add_(arrival.room[:numel])
         self.give_back(arrival.room)
 
-    def _parts(self, stage: Stage) -> tuple[Sequence[Peer], Sequence[Peer]]:
+    def _parts(self, stage: GridStage) -> tuple[Sequence[Peer], Sequence[Peer]]:
         return [Peer(peer.rank, stage.kept) for peer in stage.before], stage.after
 
     def _room_for(self, numel: int) -> Any:
@@ -286,7 +286,7 @@ class GridAllGather(GridOperation):
     def take(self, arrival: _Arrival) -> None:
         """Nothing to do: it was received in place."""
 
-    def _parts(self, stage: Stage) -> tuple[Sequence[Peer], Sequence[Peer]]:
+    def _parts(self, stage: GridStage) -> tuple[Sequence[Peer], Sequence[Peer]]:
         return stage.before, [Peer(peer.rank, stage.kept) for peer in stage.after]
 
     def _room_for(self, numel: int) -> Any:
