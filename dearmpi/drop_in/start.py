@@ -17,12 +17,15 @@ from typing import Any, get_args
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dearmpi
 from dearmpi import World
 from dearmpi.config import CommDtype, Compress, Gather, ScheduleName
+from dearmpi.drop_in.served_optimizer import KnownOptimizers
 from dearmpi.drop_in.serving import Choices, Chosen
 from dearmpi.drop_in.wrapper import DistributedDataParallel
+from dearmpi.engine.setup.checks import has_claims
 from dearmpi.errors import ConfigError
 
 _USAGE = "mpirun -n N python -m dearmpi [options] (SCRIPT | -m MODULE) [arguments of the script]"
@@ -42,7 +45,9 @@ def main(given: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"dearmpi: error: {error}", file=sys.stderr)
         return 2
-    serve_scripts(choices)
+    world = serve_scripts(choices)
+    if world.is_root and world.size > 1:
+        _tell_of_training_alone(target[0], world.size)
     sys.argv = list(target)
     if options.m:
         sys.path[0] = os.getcwd()
@@ -89,6 +94,29 @@ def serve_scripts(choices: Choices) -> World:
     replace_in_torch()
     Chosen.choices, Chosen.is_served = choices, True
     return world
+
+
+def _tell_of_training_alone(script: str, size: int) -> None:
+    """Say so where an optimizer steps, and the script has neither wrapped a model nor used an
+    optimizer of dearmpi: each rank then trains a model of its own.
+    """
+
+    has_looked = False
+
+    def look(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        nonlocal has_looked
+        if has_looked:
+            return
+        has_looked = True
+        if not (KnownOptimizers.models or has_claims()):
+            print(
+                f"dearmpi: warning: {script} trains without DistributedDataParallel, so each of "
+                f"the {size} ranks trains a model of its own; wrap the model, or start one process",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    register_optimizer_step_post_hook(look)
 
 
 def announce_ranks(world: World) -> None:

@@ -123,6 +123,29 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     assert "absent.py" in ended.output
 
 
+ALONE = """
+import torch
+model = torch.nn.Linear(2, 1)
+WRAP
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+WRAP = "model = torch.nn.parallel.DistributedDataParallel(model)"
+
+
+@pytest.mark.parametrize(("wrap", "num_warnings"), [("", 1), (WRAP, 0)])
+def test_ranks_that_train_models_of_their_own_are_told(
+    wrap: str, num_warnings: int, tmp_path: Path
+) -> None:
+    (tmp_path / "alone.py").write_text(ALONE.replace("WRAP", wrap))
+    command = [sys.executable, "-m", "dearmpi", str(tmp_path / "alone.py")]
+    ended = run_job(forked(command), ranks=2, limit_s=60)
+    assert ended.returncode == 0
+    assert ended.output.count("each of the 2 ranks trains a model of its own") == num_warnings
+
+
 SERVES_ITSELF = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

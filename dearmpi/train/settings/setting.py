@@ -128,8 +128,9 @@ class Setting:
 
     def _check_choice(self, value: str, label: str) -> str:
         if value not in self.choices and not (self.takes_own and ":" in value):
+            or_numbers = ", or give a number for each rank, such as 2,1,1" * self.takes_numbers
             raise ConfigError(
-                f"{label} is {value!r}; choose one of {', '.join(self.choices)}",
+                f"{label} is {value!r}; choose one of {', '.join(self.choices)}{or_numbers}",
                 code="unknown-choice",
             )
         return value
