@@ -127,6 +127,8 @@ def _join(session: pytest.Session, fork: _Fork) -> None:
             last = line
             continue
         report = hook.pytest_report_from_serializable(config=session.config, data=line)
+        if isinstance(report.longrepr, list):  # of a skipped test: JSON has no tuples
+            report.longrepr = tuple(report.longrepr)
         hook.pytest_runtest_logreport(report=report)
     if status:
         code = os.waitstatus_to_exitcode(status)

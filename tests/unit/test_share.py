@@ -58,6 +58,7 @@ def test_each_file_runs_in_the_process_that_comes_to_it_first(tmp_path: Path) ->
 
 def test_each_test_runs_once_and_the_first_process_reports_all(tmp_path: Path) -> None:
     fails = "\ndef test_fails():\n    assert 1 == 2, 'told in full'\n"
+    fails += "\ndef test_skipped():\n    pytest.skip('not here')\n"
     status, output = run(tmp_path, fails, fails)
     ran = sorted(path.name for path in tmp_path.glob("test_*-*"))
     assert [name.rpartition("-")[0] for name in ran] == [
@@ -67,7 +68,7 @@ def test_each_test_runs_once_and_the_first_process_reports_all(tmp_path: Path) -
         assert (
             len({name.rpartition("-")[2] for name in ran if name.startswith(f"test_{file}")}) == 1
         )
-    assert status == 1 and "2 failed, 9 passed" in output
+    assert status == 1 and "2 failed, 9 passed, 2 skipped" in output
     assert output.count("AssertionError: told in full") >= 2
     assert sorted(re.findall(r"printed by (\d)", output)) == sorted("012" * 3)
 
