@@ -72,7 +72,8 @@ class PrimalDual(Optimizer):
             grads = [param.grad.clone() for param in params]
             if group["clip"] is not None and grads:
                 norm = torch.nn.utils.get_total_norm(grads)
-                torch._foreach_mul_(grads, (group["clip"] / (norm + 1e-6)).clamp(max=1.0))
+                scale = (group["clip"] / (norm + 1e-6)).clamp(max=1.0)
+                grads = [grad.mul_(scale) for grad in grads]
             for param, grad in zip(params, grads, strict=True):
                 self._move(param, grad, group)
 

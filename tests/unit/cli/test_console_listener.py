@@ -29,6 +29,7 @@ JOB = SimpleNamespace(
     total_steps=10,
     units=lambda num_samples: 2 * num_samples,
     best=BestEvaluation(),
+    batches=SimpleNamespace(shares=SimpleNamespace(weights=())),
 )
 
 OUTCOME = Outcome(
