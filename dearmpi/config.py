@@ -21,7 +21,16 @@ Buffers = Literal["keep", "broadcast", "average"]
 WireDtype = Literal["bf16", "fp16"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
 Compress = Literal[
-    "none", "int8", "int4", "nonzero", "random-block", "random-k", "topk", "block-topk", "powersgd"
+    "none",
+    "int8",
+    "int4",
+    "nonzero",
+    "random-block",
+    "random-k",
+    "topk",
+    "block-topk",
+    "powersgd",
+    "sketch",
 ]
 Feedback = Literal["ef14", "ef21", "none"]
 CudaBuffers = Literal["auto", "staged", "direct"]
@@ -139,7 +148,8 @@ class EngineConfig:
         own) and ``block-topk`` (the blocks of 1024 whose sums are largest) send ``density`` of a
         gradient in a step and the rest in later ones, and parameters as ``int8`` does; for SGD.
         ``powersgd``, with ``gather="gradients"``, sends two factors of each matrix in turn, and
-        the rest later.
+        the rest later. ``sketch`` adds up the blocks of ``nonzero`` in a few cells, checks what it
+        decodes, and sends a bucket whole where that fails; rounding to 30 bits waits.
     density: of sparse ``compress``, the part of each shard that is sent; None: 0.01.
     error_feedback: of sparse ``compress``, what becomes of the rest: ``ef14`` adds it to the next
         gradient, ``ef21`` sends differences to an estimate, for any optimizer, ``none`` drops it;
@@ -363,7 +373,7 @@ class EngineConfig:
                 f"density is {self.density}; it is a part of all elements, above 0 and at most 1",
                 code="out-of-range",
             )
-        if self.is_sparse and self.gather == "gradients":
+        if (self.is_sparse or self.compress == "sketch") and self.gather == "gradients":
             raise ConfigError(
                 f"compress is {self.compress!r}, but gather is 'gradients'; what a rank has not "
                 "sent has its place beside sharded parameters: take gather 'parameters'",
@@ -462,8 +472,8 @@ class EngineConfig:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether what is compressed loses something in a step."""
-        return self.compress not in ("none", "nonzero")
+        """Whether what is compressed loses something in a step; of ``sketch`` a rounding waits."""
+        return self.compress not in ("none", "nonzero", "sketch")
 
     @property
     def is_sparse(self) -> bool:
@@ -488,7 +498,7 @@ class EngineConfig:
     @property
     def keeps_unsent(self) -> bool:
         """Whether ranks keep what a step does not send, for later ones."""
-        return self.is_sparse or self.compress == "powersgd"
+        return self.is_sparse or self.compress in ("powersgd", "sketch")
 
     @property
     def wire_dtype(self) -> WireDtype | None:

@@ -26,6 +26,7 @@ _TOLERANCE = 0.02  # gradients may travel as bfloat16
 _MOST_QUANTIZED: Mapping[str, float] = {
     "none": 0.0,
     "nonzero": 0.0,
+    "sketch": 0.0,  # rounding waits
     "int8": 0.01,
     "int4": 0.15,
     "powersgd": 0.0,  # if factors hold all

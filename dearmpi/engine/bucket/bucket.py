@@ -111,7 +111,7 @@ class BucketRuntime:
         self.shown: Tensor | None = None
         self.owed: Tensor | None = None
         self.travels_as_factors = False
-        self.keeps_unused = True
+        self.keeps_unused = False
         self.pending = self.unread = False
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)

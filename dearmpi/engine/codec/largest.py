@@ -225,8 +225,9 @@ def sparse_reduce(
     """The sparse codec that ``config.compress`` names."""
     size, choice = bucket.spec.world_size, config.error_feedback
     feedback = ErrorFeedback(size, keeps=choice != "none")
+    bucket.keeps_unused = choice != "ef21"
     if choice == "ef21":
-        feedback, bucket.keeps_unused = GradientEstimate(size), False
+        feedback = GradientEstimate(size)
     density = config.density or DEFAULT_DENSITY
     kind = _SPARSE[config.compress]
     return kind(bucket, algorithms, scratch, density=density, feedback=feedback)

@@ -9,7 +9,7 @@ which also begins with the positions).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import Tensor
@@ -41,6 +41,11 @@ class _BlockCodec(StatelessCodec):
         self._dense_bytes = elements_sent(bucket) * spec.itemsize
         self._num_starts, self._next_look, self._pause = 0, 1, 1
         self.sent_bytes = self._dense_bytes
+
+    @property
+    def will_look(self) -> bool:
+        """Whether to look for blocks in the next step."""
+        return self._num_starts + 1 >= self._next_look
 
     def _looks(self) -> bool:
         """Whether to look for blocks in this step."""
@@ -113,17 +118,20 @@ class NonzeroReduce(_BlockCodec):
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Agree on the blocks, then send those."""
-        return Chain(self._steps(bucket.gradients.data, collectives))
+        return Chain(self.send(bucket.gradients.data, collectives))
 
-    def _steps(self, data: Tensor, collectives: Collectives) -> Iterator[Request]:
+    def send(
+        self, data: Tensor, collectives: Collectives
+    ) -> Generator[Request, None, list[Tensor] | None]:
+        """Sum ``data``. Returns the blocks that have travelled, by shard; None if all have."""
         if not self._looks():
             yield self._algorithm.start_reduce_scatter(data, collectives)
-            return
+            return None
         held = self._take_flags()
         flags = held[: self._size * self._num_blocks]
         shards = data.view(self._size, -1)
         for shard, row in zip(shards, flags.view(self._size, -1), strict=True):
-            _mark(shard, None, row)
+            mark(shard, None, row)
         place = collectives.reserve()
         yield collectives.start_all_reduce(flags, "max")
         blocks = self._chosen(flags)
@@ -132,7 +140,7 @@ class NonzeroReduce(_BlockCodec):
             with place:
                 request = self._algorithm.start_reduce_scatter(data, collectives)
             yield request
-            return
+            return None
         held, room = self._take_room(data, blocks)
         for shard, chosen, part in zip(shards, blocks, room, strict=True):
             self._pack(shard, chosen, part)
@@ -142,6 +150,7 @@ class NonzeroReduce(_BlockCodec):
         own = collectives.rank
         self._unpack(room[own], blocks[own], shards[own])  # its other blocks are zero already
         self._scratch.give_back(held)
+        return blocks
 
 
 class NonzeroGather(_BlockCodec):
@@ -167,7 +176,7 @@ class NonzeroGather(_BlockCodec):
             return
         held, own = self._take_flags(), collectives.rank
         flags, shards = held[: self._size * self._num_blocks], data.view(self._size, -1)
-        _mark(shards[own], shown, flags.view(self._size, -1)[own])
+        mark(shards[own], shown, flags.view(self._size, -1)[own])
         place = collectives.reserve()
         yield collectives.start_all_gather(flags, "ring")
         blocks = self._chosen(flags)
@@ -190,7 +199,7 @@ class NonzeroGather(_BlockCodec):
         self._scratch.give_back(held)
 
 
-def _mark(shard: Tensor, shown: Tensor | None, flags: Tensor) -> None:
+def mark(shard: Tensor, shown: Tensor | None, flags: Tensor) -> None:
     """Set the flags of blocks whose bits differ from those of ``shown``, or of zero; clear others.
 
     shown: may be shorter than the padded ``shard``. Padding counts as equal to it.

@@ -145,7 +145,7 @@ class ShardUpdate:
         members: dict[int, list[Tensor]] = {}
         for run in self.runs:
             if unused.intersection(run.slots):
-                if self._masters.compressed and self.bucket.keeps_unused:
+                if self.bucket.keeps_unused:
                     self._keep_unused(run)
                 continue
             if run.master is not None:

@@ -181,13 +181,13 @@ def test_a_dense_bucket_is_looked_at_rarely(
 ) -> None:
     marks: list[int] = []
     monkeypatch.setattr(nonzero, "_RARELY", 4)
-    mark = nonzero._mark
+    mark = nonzero.mark
 
     def count(shard: Tensor, shown: Tensor | None, flags: Tensor) -> None:
         marks.append(1)
         mark(shard, shown, flags)
 
-    monkeypatch.setattr(nonzero, "_mark", count)
+    monkeypatch.setattr(nonzero, "mark", count)
     every = list(range(ROWS))
     run_ranks(2, lambda w: train(w, rows=[every] * 12, gather=gather, compress="nonzero"))
     looks_at = {1, 3, 7, 11}
