@@ -6,6 +6,7 @@ Torch's names become dearmpi's, and the ranks get torchrun's variables.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import runpy
 import socket
@@ -25,7 +26,6 @@ from dearmpi.config import CommDtype, Compress, Gather, ScheduleName
 from dearmpi.drop_in.served_optimizer import KnownOptimizers
 from dearmpi.drop_in.serving import Choices, Chosen
 from dearmpi.drop_in.wrapper import DistributedDataParallel
-from dearmpi.engine.setup.checks import has_claims
 from dearmpi.errors import ConfigError
 
 _USAGE = "mpirun -n N python -m dearmpi [options] (SCRIPT | -m MODULE) [arguments of the script]"
@@ -108,7 +108,9 @@ def _tell_of_training_alone(script: str, size: int) -> None:
         if has_looked:
             return
         has_looked = True
-        if not (KnownOptimizers.models or has_claims()):
+        own = (dearmpi.DistributedOptimizer, dearmpi.LocalOptimizer)
+        # Once in a process, and only where no model is wrapped.
+        if not KnownOptimizers.models and not any(isinstance(o, own) for o in gc.get_objects()):
             print(
                 f"dearmpi: warning: {script} trains without DistributedDataParallel, so each of "
                 f"the {size} ranks trains a model of its own; wrap the model, or start one process",

@@ -132,10 +132,15 @@ for _ in range(2):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 """
+SERVE = """
+import dearmpi
+kept = dearmpi.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+model = torch.nn.Linear(2, 1)  # of the ranks' own
+"""
 WRAP = "model = torch.nn.parallel.DistributedDataParallel(model)"
 
 
-@pytest.mark.parametrize(("wrap", "num_warnings"), [("", 1), (WRAP, 0)])
+@pytest.mark.parametrize(("wrap", "num_warnings"), [("", 1), (WRAP, 0), (SERVE, 0)])
 def test_ranks_that_train_models_of_their_own_are_told(
     wrap: str, num_warnings: int, tmp_path: Path
 ) -> None:

@@ -251,11 +251,6 @@ def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
         _Claims.engines[param] = ref(engine)
 
 
-def has_claims() -> bool:
-    """Whether an engine has parameters in this process."""
-    return bool(_Claims.engines)
-
-
 def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
     """Take the marks of ``engine`` off again; those of another that came after it stay."""
     for param in names:
