@@ -17,10 +17,9 @@ from dearmpi.engine.codec.codec import (
     elements_sent,
 )
 from dearmpi.engine.codec.largest import sparse_reduce
-from dearmpi.engine.codec.nonzero import NonzeroGather, NonzeroReduce
 from dearmpi.engine.codec.powersgd import power_codecs
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
-from dearmpi.engine.codec.sketch import SketchReduce
+from dearmpi.engine.codec.sketch import exact_codecs
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.plan.model.codec_cost import CodecCost
 
@@ -93,8 +92,7 @@ def _choose(
     if not bucket.is_compressed(config):
         return dense
     if not config.is_lossy:
-        exact = SketchReduce if config.compress == "sketch" else NonzeroReduce
-        return exact(bucket, algorithms, scratch), NonzeroGather(bucket, scratch, gather=how)
+        return exact_codecs(bucket, algorithms, scratch, config)
     gather: Codec = QuantizedGather(bucket, quantizer, scratch, gather=how)
     reduce: Codec = QuantizedReduce(bucket, quantizer, scratch)
     if config.is_sparse:

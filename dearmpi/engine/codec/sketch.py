@@ -21,9 +21,10 @@ from torch import Tensor
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import AllOf, Chain, Collectives, Request
+from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.codec import elements_sent
-from dearmpi.engine.codec.nonzero import BLOCK, NonzeroReduce, mark
+from dearmpi.engine.codec.codec import Codec, elements_sent
+from dearmpi.engine.codec.nonzero import BLOCK, NonzeroGather, NonzeroReduce, mark
 from dearmpi.engine.codec.residual import ErrorFeedback, Sent
 from dearmpi.engine.codec.sparse import FAR_APART
 
@@ -263,3 +264,15 @@ def _table(size: int, rank: int, row: tuple[int, int, int]) -> Tensor:
     table = torch.zeros(size, len(row), dtype=torch.int32, device="cpu")
     table[rank] = torch.tensor(row, dtype=torch.int32)
     return table
+
+
+def exact_codecs(
+    bucket: BucketRuntime,
+    algorithms: CollectiveAlgorithms,
+    scratch: Scratch,
+    config: EngineConfig,
+) -> tuple[Codec, Codec]:
+    """Of blocks that are not zero: one by one, or added up in sketches."""
+    reduce = SketchReduce if config.compress == "sketch" else NonzeroReduce
+    gather = NonzeroGather(bucket, scratch, gather=config.gather)
+    return reduce(bucket, algorithms, scratch), gather
