@@ -107,7 +107,11 @@ def list_sections(*, everything: bool) -> list[Section]:
     frameworks = [python, *pytest[1:], "-o", "faulthandler_timeout=0", "tests/frameworks", *marks]
     mypy = [_PYTHON, "-m", "mypy"]
     ruff = [_PYTHON, "-m", "ruff"]
-    others = [size for size in SIZES if size != 1]
+    worlds = [
+        Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s)
+        for n in SIZES
+        if n != 1
+    ]
     return [
         # Of SLURM and of emulated hosts all tests may be skipped; each says why.
         Section("slurm", "SLURM", ["tests/slurm/run", *pytest, *marks], 0, long_s, 110.0),
@@ -125,9 +129,10 @@ def list_sections(*, everything: bool) -> list[Section]:
         Section("lint", "scripts (shellcheck)", shellcheck),
         # Ranks wait for each other: beside them unit tests keep the cores busy.
         Section("unit", "unit tests", unit, 2, long_s),
-        *(Section("mpi", f"MPICH, {n} rank(s)", on_ranks(n, choice), n, long_s) for n in others),
+        *worlds[:1],
+        Section("types", "types (mypy)", mypy, 1, long_s),  # long, on one core: not at the end
+        *worlds[1:],
         Section("openmpi", "Open MPI, 3 ranks", on_ranks(3, second, ".venv-openmpi"), 3, long_s),
-        Section("types", "types (mypy)", mypy, 1, long_s),
         Section("mpi", "MPICH, 1 rank(s)", on_ranks(1, choice), 1, long_s),
         Section("frameworks", "frameworks, 2 ranks", frameworks, 2, 3000.0),
     ]
