@@ -1,9 +1,8 @@
 """Grid: ranks as the points of a grid, such as hosts by ranks of a host.
 
 Collectives on a grid (``comm``) go dimension by dimension, and what checks their steps (``plan``)
-shares this type. A bucket travels in chunks. Chunk i is one range of offsets inside every shard, so
-that each chunk may cross the dimensions in an order of its own, and every rank still ends with its
-shard.
+shares this type. A bucket travels in chunks. Chunk i is one range of offsets inside every shard.
+So each chunk may cross the dimensions in an order of its own: every rank still ends with its shard.
 
 A reduce-scatter of a chunk has a stage for each dimension. Before it, a rank holds sums of the
 shards of all ranks whose coordinates are its own in the dimensions crossed so far. It sends each

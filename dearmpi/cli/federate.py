@@ -25,7 +25,7 @@ from dearmpi.errors import ConfigError
 if TYPE_CHECKING:
     from dearmpi.cli.console import Console
     from dearmpi.comm.world import World
-    from dearmpi.local.federation import Algorithm, Course, FederationSettings
+    from dearmpi.local.federation import Algorithm, FederationSettings, Trajectory
     from dearmpi.report.draw.shape import Picture
     from dearmpi.train.tasks.logistic import LogisticProblem
 
@@ -129,21 +129,21 @@ def federate(json_path: Path | None, picture_path: Path | None, **given: Any) ->
             check_place(world, json_path)
         with together(world):
             algorithms, settings, problem = _read(given)
-        courses = _run(world, console, algorithms, settings, problem)
-        console.say(*_describe(problem, courses, given["split"]))
+        trajectories = _run(world, console, algorithms, settings, problem)
+        console.say(*_describe(problem, trajectories, given["split"]))
         contents = {
             "task": problem.name,
             "clients": problem.num_clients,
             "smoothness": problem.smoothness,
             "convexity": problem.convexity,
             "split": given["split"],
-            "algorithms": [course.as_plain() for course in courses],
+            "algorithms": [trajectory.as_plain() for trajectory in trajectories],
         }
         write(world, console, json_path, json.dumps(contents, indent=1) + "\n")
         if picture_path is not None:
             with together(world, root_only=True):
                 if world.is_root:
-                    write_picture(picture_path, _draw(problem, courses))
+                    write_picture(picture_path, _draw(problem, trajectories))
             console.say("", f"wrote {picture_path}")
         return 0
 
@@ -197,14 +197,14 @@ def _run(
     algorithms: Sequence[Algorithm],
     settings: FederationSettings,
     problem: LogisticProblem,
-) -> list[Course]:
+) -> list[Trajectory]:
     from dearmpi.local.federation import run_algorithm
 
     optimum = problem.optimum()
-    courses = []
+    trajectories = []
     for algorithm in algorithms:
         console.show(f"running {algorithm}")
-        courses.append(
+        trajectories.append(
             run_algorithm(
                 algorithm,
                 settings,
@@ -216,19 +216,21 @@ def _run(
             )
         )
     console.finish()
-    return courses
+    return trajectories
 
 
-def _describe(problem: LogisticProblem, courses: Sequence[Course], split: str) -> list[str]:
+def _describe(
+    problem: LogisticProblem, trajectories: Sequence[Trajectory], split: str
+) -> list[str]:
     from dearmpi.report.draw.units import align, digits
 
     header = ("algorithm", "cohort", "s", "p", "rounds", "steps", "sent", "received", "distance^2")
     rows = [header]
-    for course in courses:
-        end, rule = course.ends[-1], course.rule
+    for trajectory in trajectories:
+        end, rule = trajectory.ends[-1], trajectory.rule
         rows.append(
             (
-                course.algorithm,
+                trajectory.algorithm,
                 str(rule.cohort),
                 str(rule.sparsity),
                 digits(rule.p),
@@ -236,7 +238,7 @@ def _describe(problem: LogisticProblem, courses: Sequence[Course], split: str) -
                 f"{end.local_steps:,}",
                 f"{end.sent:,.0f}",
                 f"{end.received:,.0f}",
-                f"{end.squared_distance:.2g}" + ("" if course.has_arrived else "  stopped"),
+                f"{end.squared_distance:.2g}" + ("" if trajectory.has_arrived else "  stopped"),
             )
         )
     lines = [
@@ -246,24 +248,24 @@ def _describe(problem: LogisticProblem, courses: Sequence[Course], split: str) -
         "",
         *align(rows),
     ]
-    if courses and courses[0].down_weight:
-        costs = [f"{one.algorithm} {one.cost(one.ends[-1]):,.0f}" for one in courses]
-        lines += ["", f"cost, received at {courses[0].down_weight:g}: {', '.join(costs)}"]
+    if trajectories and trajectories[0].down_weight:
+        costs = [f"{one.algorithm} {one.cost(one.ends[-1]):,.0f}" for one in trajectories]
+        lines += ["", f"cost, received at {trajectories[0].down_weight:g}: {', '.join(costs)}"]
     return lines
 
 
-def _draw(problem: LogisticProblem, courses: Sequence[Course]) -> Picture:
+def _draw(problem: LogisticProblem, trajectories: Sequence[Trajectory]) -> Picture:
     """The squared distance over cost, both axes logarithmic."""
     from dearmpi.local.federation import ALGORITHMS
     from dearmpi.report.draw.curves import Curve, Panel, draw_panels
 
     curves = []
-    for course in courses:
-        every = max(1, len(course.ends) // _MOST_POINTS)
-        ends = [*course.ends[:-1:every], course.ends[-1]]
-        points = tuple((course.cost(end), max(end.squared_distance, 1e-300)) for end in ends)
-        colour = _COLOURS[ALGORITHMS.index(course.algorithm)]
-        curves.append(Curve(course.algorithm.removesuffix("-scaffnew"), points, colour))
+    for trajectory in trajectories:
+        every = max(1, len(trajectory.ends) // _MOST_POINTS)
+        ends = [*trajectory.ends[:-1:every], trajectory.ends[-1]]
+        points = tuple((trajectory.cost(end), max(end.squared_distance, 1e-300)) for end in ends)
+        colour = _COLOURS[ALGORITHMS.index(trajectory.algorithm)]
+        curves.append(Curve(trajectory.algorithm.removesuffix("-scaffnew"), points, colour))
     costs = [x for curve in curves for x, _ in curve.points]
     powers = range(math.ceil(math.log10(min(costs))), math.floor(math.log10(max(costs))) + 1)
     panel = Panel("numbers sent", tuple(10.0**power for power in powers), tuple(curves))

@@ -82,7 +82,7 @@ class RoundEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Trajectory:
     """An algorithm from the start to where it stopped. rule: its settings, as they were used."""
 
     algorithm: Algorithm
@@ -121,19 +121,19 @@ def run_algorithm(
     smoothness: tuple[float, float],
     slopes_of: Callable[[Sequence[int]], Slopes],
     world: World,
-) -> Course:
+) -> Trajectory:
     """Rounds from ``start`` until the target, the limit, or no progress (collective).
 
     smoothness: L and mu of the clients' functions. slopes_of: as in ``ClientRounds``.
     """
     rule = settings.rule(algorithm, *smoothness)
-    course = Course(algorithm, rule, settings.target, settings.down_weight)
+    trajectory = Trajectory(algorithm, rule, settings.target, settings.down_weight)
     clients = ClientRounds(start, rule, world=world)
     best: list[float] = []
     while clients.num_rounds < settings.max_rounds:
         clients.run_together(slopes_of)
         distance = float((clients.shared - optimum).square().sum())
-        course.ends.append(
+        trajectory.ends.append(
             RoundEnd(
                 clients.num_rounds,
                 clients.num_steps,
@@ -143,10 +143,10 @@ def run_algorithm(
             )
         )
         best.append(min(distance, best[-1]) if best else distance)
-        if course.has_arrived or _has_stalled(best):
+        if trajectory.has_arrived or _has_stalled(best):
             break
     clients.close()
-    return course
+    return trajectory
 
 
 def _has_stalled(best: Sequence[float]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.local.client_rounds import ClientRounds, control_sum
-from dearmpi.local.federation import Algorithm, Course, FederationSettings, run_algorithm
+from dearmpi.local.federation import Algorithm, FederationSettings, Trajectory, run_algorithm
 from dearmpi.plan.data.rounds import AveragingRule, RoundRule
 from dearmpi.train.tasks.logistic import LogisticProblem, logistic_problem
 from tests.codes import raises
@@ -33,7 +33,9 @@ def optimum_of(name: str, num_clients: int = NUM_CLIENTS) -> Tensor:
     return problem_of(name, num_clients).optimum()
 
 
-def follow(world: World, name: str, algorithm: Algorithm, settings: FederationSettings) -> Course:
+def follow(
+    world: World, name: str, algorithm: Algorithm, settings: FederationSettings
+) -> Trajectory:
     """One algorithm on a task, as the command runs it."""
     problem = problem_of(name, settings.num_clients)
     return run_algorithm(
@@ -75,10 +77,10 @@ def test_trajectories_are_the_same_on_one_to_four_ranks(name: str, algorithm: Al
     settings = FederationSettings(NUM_CLIENTS, cohort=4, sparsity=3, max_rounds=30)
     alone = run_ranks(1, partial(follow, name=name, algorithm=algorithm, settings=settings))[0]
     for size in (2, 3, 4):
-        for course in run_ranks(
+        for trajectory in run_ranks(
             size, partial(follow, name=name, algorithm=algorithm, settings=settings)
         ):
-            for end, expected in zip(course.ends, alone.ends, strict=True):
+            for end, expected in zip(trajectory.ends, alone.ends, strict=True):
                 assert end.squared_distance == pytest.approx(expected.squared_distance, rel=1e-10)
                 assert (end.sent, end.local_steps) == (expected.sent, expected.local_steps)
 
@@ -158,7 +160,7 @@ def play(problem: LogisticProblem, rule: RoundRule, rounds: int) -> tuple[Tensor
 def test_averages_stall_where_gradient_descent_and_control_variates_arrive() -> None:
     settings = FederationSettings(NUM_CLIENTS, cohort=12, target=1e-6)
 
-    def compare(world: World) -> list[Course]:
+    def compare(world: World) -> list[Trajectory]:
         algorithms: tuple[Algorithm, ...] = ("gd", "fedavg", "scaffnew")
         return [follow(world, "breast-cancer", one, settings) for one in algorithms]
 
