@@ -153,7 +153,7 @@ class JobMeasurement:
         for name, seconds in self._coded_s.items():
             what, label = name.split()
             if label.startswith(operation):  # a message is decoded in several parts
-                num_steps = len(self._coded_s[f"encode {label}"])
+                num_steps = len(self._coded_s.get(f"encode {label}", ()))
                 total += sum(seconds) / max(num_steps, 1)
         return total
 

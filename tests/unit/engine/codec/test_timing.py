@@ -79,3 +79,21 @@ def test_the_first_steps_of_a_run_show_what_compression_costs(
         if codec is not None:
             assert codec.reduced == pytest.approx(reduced, rel=0.1)
             assert codec.reduce_s_per_byte > 0 and codec.gather_s_per_byte > 0
+
+
+def test_what_is_decoded_counts_though_it_was_encoded_before_anyone_listened() -> None:
+    def rank(world: World) -> float:
+        model = make_wide_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = DistributedOptimizer(inner, model, world=world)
+        built = optimizer._built
+        measurement = JobMeasurement(
+            built.spec, codecs=built.engine.codecs, waited=lambda: optimizer.waited_s
+        )
+        measurement.detach()
+        measurement._coded_s["decode AG0"].append(2.0)
+        measurement._coded_s["decode AG1"].append(1.0)
+        optimizer.close()
+        return measurement._codec_s("AG")
+
+    assert run_ranks(2, rank) == [3.0, 3.0]
