@@ -147,6 +147,42 @@ def test_after_a_step_with_nan_it_begins_anew(compress: Compress) -> None:
         assert torch.equal(estimate, whole_gradients(2, number).flatten())
 
 
+@turns_of(compress=SPARSE, skips=[False, True])
+def test_a_sum_that_overflows_on_one_owner_is_soon_made_anew(
+    compress: Compress, skips: bool
+) -> None:
+    """Each rank's own part of it is finite, so that the other owners cannot know at once."""
+
+    def rank(world: World) -> tuple[list[bool], list[float], Tensor, Tensor]:
+        model, optimizer = start(world, compress=compress)
+        dense, are_finite, sent = optimizer.traffic.dense / 2, [], []
+        for step in range(5):
+            kept = copy.deepcopy(model.state_dict())
+            optimizer.zero_grad()
+            loss = (model.weight * whole_gradients(step, world.rank)).sum()
+            if step == 0:
+                loss = loss + 3e38 * model.weight[3, 7]
+            loss.backward()
+            norm = float(optimizer.clip_grad_norm_(math.inf))
+            are_finite.append(math.isfinite(norm))
+            if step == 0 or are_finite[-1] or not skips:
+                optimizer.step()
+            optimizer.synchronize()
+            if not are_finite[-1]:
+                model.load_state_dict(kept)
+            sent.append(optimizer.traffic.reduced / dense)
+        estimate, total = held(optimizer)
+        optimizer.close()
+        return are_finite, sent, estimate, total
+
+    found = run_ranks(2, rank)
+    summed = torch.stack([estimate for _, _, estimate, _ in found]).sum(0).view(2, -1)
+    for number, (are_finite, sent, _, total) in enumerate(found):
+        assert are_finite == [False, False, True, True, True]
+        assert sent[0] == sent[2] == 1.0 and max(sent[1], sent[3], sent[4]) < 0.3
+        assert torch.equal(total, summed[number][: len(total)])
+
+
 @pytest.mark.parametrize("compress", SPARSE)
 def test_what_no_rank_uses_stays_and_is_not_owed(compress: Compress) -> None:
     def rank(world: World) -> tuple[float, Tensor, Any]:
