@@ -85,6 +85,10 @@ class Codec(Protocol):
         """Another state was loaded, to which nothing of this belongs."""
         ...
 
+    def rescale(self, factor: float) -> None:
+        """Between two iterations: multiply what is kept by ``factor``, as later gradients are."""
+        ...
+
     def squares(self) -> tuple[float, float] | None:
         """Squared norms of what this rank keeps, and of what it has sent in the last step, for
         people; None where that is not known. Any thread may call it.
@@ -117,6 +121,9 @@ class StatelessCodec:
         return bucket.own_pieces()
 
     def forget(self) -> None:
+        """Nothing is kept."""
+
+    def rescale(self, factor: float) -> None:
         """Nothing is kept."""
 
     def squares(self) -> tuple[float, float] | None:
@@ -184,6 +191,10 @@ class DenseFirst:
     def forget(self) -> None:
         """As the codec does."""
         self._codec.forget()
+
+    def rescale(self, factor: float) -> None:
+        """As the codec does."""
+        self._codec.rescale(factor)
 
     def squares(self) -> tuple[float, float] | None:
         """As the codec does."""

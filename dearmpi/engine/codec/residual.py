@@ -120,11 +120,16 @@ class ErrorFeedback:
         self.forget()
         yield algorithm.start_reduce_scatter(residual, collectives)
         shard = residual[: bucket.spec.numel][bucket.spec.cuts.slice_of(collectives.rank)]
-        bucket.add_owed(shard.div_(self._size))
+        bucket.add_owed(shard.div_(self._size * bucket.loss_scale))
 
     def forget(self) -> None:
         """Begin anew."""
         self._residual, self._reduced, self._before, self.owes = None, None, None, False
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residual."""
+        if self._residual is not None:
+            self._residual.mul_(factor)
 
 
 class _Estimates(NamedTuple):
@@ -243,3 +248,9 @@ class GradientEstimate(ErrorFeedback):
         super().forget()
         self._total = self._next = self._first = self._saved = None
         self._has_failed = False
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the estimates."""
+        super().rescale(factor)
+        if self._total is not None:
+            self._total.mul_(factor)

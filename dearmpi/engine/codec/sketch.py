@@ -216,6 +216,13 @@ class SketchReduce(NonzeroReduce):
         self._feedback.forget()
         self._next = self._certain = None
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the residual, and expect larger or smaller numbers."""
+        self._feedback.rescale(factor)
+        if self._next is not None:
+            exponent = self._next.exponent + math.ceil(math.log2(factor))
+            self._next = self._certain = self._next._replace(exponent=exponent)
+
 
 def places_of(blocks: Tensor, width: int, *, seed: int) -> list[Tensor]:
     """The cell of each of ``blocks`` in each table; tables lie one behind the other."""

@@ -137,6 +137,10 @@ class SparseReduce(StatelessCodec):
         self.feedback.forget()
         self.turn, self._turn_before = 0, None
 
+    def rescale(self, factor: float) -> None:
+        """As the error feedback does."""
+        self.feedback.rescale(factor)
+
 
 class RandomReduce(SparseReduce):
     """The same elements of each shard, on all ranks, by chance.

@@ -4,6 +4,7 @@ what goes on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ class LiveEngine:
         self.context = context
         self._waited_before_s = 0.0
         self._keeps_gradients = False
+        self._read_loss_scale: Callable[[], float] | None = None
         self._channel = ReshardingChannel(context.world)
         spec = make_spec(context, config=config, plan=plan)
         self.built = build_engine(spec)
@@ -111,11 +113,19 @@ class LiveEngine:
         migration.deliver(self.built)
         if self._keeps_gradients:
             self.built.engine.keep_gradients()
+        if self._read_loss_scale is not None:
+            self.built.engine.follow_loss_scale(self._read_loss_scale)
 
     def keep_gradients(self) -> None:
         """Serve whatever a script does to ``param.grad``, in later engines too."""
         self.built.engine.keep_gradients()
         self._keeps_gradients = True
+
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Losses are multiplied by what ``read`` returns, in later engines too."""
+        if read != self._read_loss_scale:
+            self._read_loss_scale = read
+            self.built.engine.follow_loss_scale(read)
 
     def expect_renewal(self) -> None:
         """Open the channel on which state travels then (collective)."""

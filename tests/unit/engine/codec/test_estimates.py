@@ -11,13 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dearmpi
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import Compress
 from dearmpi.engine.bucket import bucket
-from dearmpi.errors import ConfigError
-from tests.codes import raises
 from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import copies, fingerprint
@@ -240,15 +237,3 @@ def test_any_optimizer_learns_and_replicas_stay_equal(
     assert found[0][0] == found[1][0]
     dense, sparse = (sum(ends) for ends in zip(*(ends for _, ends in found), strict=True))
     assert sparse < 1.5 * dense + 0.1
-
-
-def test_a_scaler_is_refused() -> None:
-    def rank(world: World) -> None:
-        model, optimizer = start(world, compress="topk")
-        scaler = dearmpi.GradScaler(device="cpu")
-        scaler.scale(model.weight.sum()).backward()
-        with raises(ConfigError, "settings-contradict", "bfloat16"):
-            scaler.step(optimizer)
-        optimizer.close()
-
-    run_ranks(2, rank)
