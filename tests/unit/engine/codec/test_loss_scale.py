@@ -41,8 +41,8 @@ def _small_buckets_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def loss_of(model: torch.nn.Module, step: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    inputs = torch.randn(4, 40, generator=generator)
-    return model(inputs).square().mean()
+    loss: Tensor = model(torch.randn(4, 40, generator=generator)).square().mean()
+    return loss
 
 
 def train(world: World, steps: range, start: Any, scaler: Any, **settings: Any) -> Any:
