@@ -36,6 +36,11 @@ class Codec(Protocol):
         """As ``sent_bytes``, once the first steps of another kind are over."""
         ...
 
+    @property
+    def fallbacks(self) -> int:
+        """Times so far that the bucket has travelled whole for want of something shorter."""
+        ...
+
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Begin to send ``bucket``; every rank starts the same operations in the same order.
 
@@ -100,6 +105,7 @@ class StatelessCodec:
     """The part of a codec that keeps nothing and carries all numbers."""
 
     keeps = owes = False
+    fallbacks = 0
     sent_bytes: int
 
     @property
@@ -152,6 +158,11 @@ class DenseFirst:
     def steady_bytes(self) -> int:
         """Of the codec that follows."""
         return self._codec.steady_bytes
+
+    @property
+    def fallbacks(self) -> int:
+        """Of the codec that follows."""
+        return self._codec.fallbacks
 
     @property
     def keeps(self) -> bool:

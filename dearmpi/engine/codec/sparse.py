@@ -100,6 +100,7 @@ class SparseReduce(StatelessCodec):
         self.feedback.add_to(data)
         finite = math.isfinite(float(data.sum()))
         if self._is_dense:
+            self.fallbacks += 1
             if not finite:
                 data.fill_(math.nan)
             yield self.algorithm.start_reduce_scatter(data, collectives)

@@ -5,6 +5,7 @@ what goes on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.model_buffers import BufferExchange
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.sync.refused_models import refuse_outer_optimizers
+from dearmpi.engine.trace.spans import Traffic
 from dearmpi.plan.data.plan import Plan
 
 
@@ -41,7 +43,7 @@ class LiveEngine:
         left on the model.
         """
         self.context = context
-        self._waited_before_s = 0.0
+        self._waited_before_s, self._fallbacks_before = 0.0, 0
         self._keeps_gradients = False
         self._read_loss_scale: Callable[[], float] | None = None
         self._channel = ReshardingChannel(context.world)
@@ -62,6 +64,12 @@ class LiveEngine:
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
         return self._waited_before_s + self.built.engine.waited_s
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes of a step, and what they would be without compression."""
+        traffic = self.built.engine.codecs.traffic
+        return replace(traffic, fallbacks=self._fallbacks_before + traffic.fallbacks)
 
     def follows(self, plan: Plan) -> bool:
         """Whether ``plan`` is what is in use already. Raises ConfigError if it does not fit."""
@@ -217,6 +225,7 @@ class LiveEngine:
         before = self.built.engine
         self.built = self.built.closed()
         self._waited_before_s += before.waited_s
+        self._fallbacks_before += before.codecs.fallbacks
 
 
 class Migration:

@@ -89,6 +89,8 @@ def test_constant_gradients_are_known_whole_in_the_end(compress: Compress) -> No
             assert norm == pytest.approx(float(mean_of(range(1), 2).norm()), rel=1e-5)
             optimizer.step()
             sent.append(optimizer.traffic.reduced / dense)
+        optimizer.fuse(0.004)
+        assert optimizer.traffic.fallbacks == 2  # those of ``compress_after`` are none
         optimizer.close()
         return sent
 
