@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from dearmpi.device.accelerator import Device
 
+# What torch raises for a device that fails; before it had this type, a plain RuntimeError.
+AcceleratorError: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
 _LOCK = threading.RLock()
 
 
@@ -142,7 +144,7 @@ class LazyDevice:
     def copy(self, source: Tensor, *, into: Tensor, stream: LazyStream) -> None:
         self.num_copies += 1
         if self.num_copies == self._fails_at:
-            raise torch.AcceleratorError("CUDA error: unspecified launch failure (injected)")
+            raise AcceleratorError("CUDA error: unspecified launch failure (injected)")
         stream.queue(lambda: into.copy_(source))
 
     def keep(self, tensor: Tensor, stream: LazyStream) -> None:

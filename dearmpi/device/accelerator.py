@@ -183,13 +183,23 @@ def failures_of(device: Device) -> Iterator[None]:
             "model or batch, or update_on 'host', which keeps the optimizer's state off it",
             code="device-memory-full",
         ) from error
-    except torch.AcceleratorError as error:
+    except RuntimeError as error:
+        if not _is_of_device(error):
+            raise
         said = str(error).partition("\n")[0]  # what follows is advice on debugging kernels
         raise CommError(
             f"{device.name} failed: {said}; look for its errors in nvidia-smi and dmesg there, "
             "and resume from the last checkpoint",
             code="device-failed",
         ) from error
+
+
+def _is_of_device(error: RuntimeError) -> bool:
+    """Whether torch raises ``error`` for a device; older torch has no type of its own."""
+    kind = getattr(torch, "AcceleratorError", None)
+    if kind is None:
+        return type(error) is RuntimeError and str(error).startswith("CUDA error")
+    return isinstance(error, kind)
 
 
 def through_host(flat: Tensor, exchange: Callable[[Tensor], None]) -> None:

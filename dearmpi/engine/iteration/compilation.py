@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import nn
 
 from dearmpi.engine.bucket.bucket import BucketRuntime
@@ -27,6 +26,7 @@ from dearmpi.torch_internals import (
     CompileEvent,
     accepts,
     active_ddp,
+    disable,
     frame_to_compile,
     is_compiled,
     is_tracing,
@@ -59,7 +59,7 @@ def untraced(function: Function) -> Function:
     another way of marking, makes each one slower.
     """
     if not leave_out(function):
-        return cast("Function", torch.compiler.disable(function))
+        return cast("Function", disable(function))
     keep_out_of_callers(function)
     return function
 

@@ -12,7 +12,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import CommError
 from tests.fakes import FakeCollectives, FakeHub
 from tests.fakes.ranks import run_ranks
-from tests.lazy_device import LazyDevice, put_on
+from tests.lazy_device import AcceleratorError, LazyDevice, put_on
 from tests.unit.engine.chain import Chain
 
 SIZE = 2
@@ -56,7 +56,7 @@ def test_a_device_that_is_lost_is_named_with_its_rank(monkeypatch: pytest.Monkey
     ("error", "said"),
     [
         (torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), "is out of memory: .* 2.00 GiB"),
-        (torch.AcceleratorError("CUDA error: gone\nadvice"), "failed: CUDA error: gone;"),
+        (AcceleratorError("CUDA error: gone\nadvice"), "failed: CUDA error: gone;"),
     ],
 )
 def test_a_device_that_fails_in_an_update_is_named(
