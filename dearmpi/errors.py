@@ -38,6 +38,10 @@ class DearError(Exception):
         super().__init__(message)
         self.code = code
 
+    def with_code(self) -> str:
+        """The message, and the code by which the reference of errors is searched."""
+        return str(self) if self.code == UNNAMED else f"{self} [{self.code}]"
+
 
 class ConfigError(DearError, ValueError):
     """A setting is out of range, unknown, or contradicts another one."""

@@ -66,7 +66,7 @@ BELOW: dict[str, frozenset[str]] = {
     # It measures as a benchmark does, and judges what a run would do: above both.
     "doctor": _LIBRARY | {PACKAGE, "bench", "train", "report"},
     "cli": _LIBRARY | {"local", "version", PACKAGE, "doctor", "bench", "train", "report"},
-    "__main__": frozenset({"drop_in"}),
+    "__main__": frozenset({"comm", "drop_in"}),
 }
 
 # What each room, or file beside the rooms, may import of its part, besides itself.

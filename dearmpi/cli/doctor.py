@@ -15,6 +15,7 @@ import click
 from dearmpi.cli.console import Console
 from dearmpi.cli.endings import complain, end_run, is_first_process, process_name, rank_log
 from dearmpi.cli.flags import check_writable, write_file
+from dearmpi.comm.process import is_launched
 
 if TYPE_CHECKING:
     from dearmpi.comm.world import World
@@ -55,10 +56,11 @@ def doctor(run_folder: Path | None, json_path: Path | None) -> int:
         import_module("dearmpi.cli.run_session")  # all that a run needs
         from dearmpi.doctor.examination import Examination, examine, probe_devices
         from dearmpi.doctor.finding import cuda_devices
-        from dearmpi.doctor.launcher import open_world
+        from dearmpi.doctor.launcher import find_mpirun, open_world
     except Exception as error:  # libraries with compiled parts fail at import in many ways
         return _tell_broken_packages(error, console, json_path)
     verdicts = probe_devices() if is_first_process() else ()
+    mpirun = None if is_launched(os.environ) else find_mpirun()
     world, joined = open_world(probing=bool(cuda_devices()))
     examination = Examination(tell=lambda finding: console.say(*describe(finding)))
     with rank_log(speaks=False) as log:
@@ -66,7 +68,14 @@ def doctor(run_folder: Path | None, json_path: Path | None) -> int:
             _check_place(world, json_path)
             try:
                 settings = _read_settings(world, run_folder)
-                examine(examination, world, settings, joined=joined, verdicts=verdicts)
+                examine(
+                    examination,
+                    world,
+                    settings,
+                    joined=joined,
+                    verdicts=verdicts,
+                    mpirun=mpirun,
+                )
                 console.say("", summarize(examination.findings))
             except BaseException as error:  # also where somebody has lost patience
                 examination.error = str(error) or type(error).__name__  # a bug report needs it most

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from dearmpi.cli.console import Console
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import origin_of
-from dearmpi.comm.process import announced_rank, announced_size
-from dearmpi.errors import UNNAMED, CommError, ConfigError, DearError, LaunchError
+from dearmpi.comm.process import announced_rank, report_alone
+from dearmpi.errors import CommError, DearError
 
 if TYPE_CHECKING:
     from dearmpi.comm.watchdog.watchdog import StallLimits
@@ -124,7 +124,7 @@ def on_ranks(
         world = connect()
     except DearError as error:
         first = failure or error
-        complain_alone(first)
+        report_alone(first, prefix="dear-train: ")
         return exit_code(first)
     with rank_log(speaks=world.is_root) as log:
         try:
@@ -181,18 +181,6 @@ def exit_code(error: BaseException) -> int:
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
-def complain_alone(error: DearError) -> None:
-    """Tell of ``error`` where there is no world in which to agree on who does.
-
-    Wrong settings and a wrong launch are met by every rank, and told by the first of them; anything
-    else may be met by one alone.
-    """
-    if announced_size(os.environ) > 1 and not isinstance(error, (ConfigError, LaunchError)):
-        complain(_told(error), prefix=f"{process_name()} ")
-    elif is_first_process():
-        complain(_told(error))
-
-
 def complain(message: str, *, prefix: str = "dear-train: ") -> None:
     """Print ``message`` on standard error, each line with ``prefix``, at once."""
     safe_output.flush()
@@ -204,7 +192,7 @@ def describe(error: BaseException, log: Path | None) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, DearError):
-        return _told(error)
+        return f"error: {error.with_code()}"
     if isinstance(error, SystemExit):
         where = "" if log is None else f"; the traceback is in {log}"
         return (
@@ -215,12 +203,6 @@ def describe(error: BaseException, log: Path | None) -> str:
         return "error: " + "".join(traceback.format_exception(error)).rstrip()
     message = "".join(traceback.format_exception_only(error)).rstrip()
     return f"error: {message} ({origin_of(error)}); the traceback is in {log}"
-
-
-def _told(error: DearError) -> str:
-    """The message, and the code by which the reference of errors is searched."""
-    code = "" if error.code == UNNAMED else f" [{error.code}]"
-    return f"error: {error}{code}"
 
 
 def is_first_process() -> bool:

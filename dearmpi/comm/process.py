@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from typing import Any, ClassVar, NoReturn
 
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.watchdog.watchdog import StallLimits
-from dearmpi.errors import LaunchError, StallError
+from dearmpi.errors import ConfigError, DearError, LaunchError, StallError
 
 _STEP_S = 1.0
 _MOST_TRIES = 100
@@ -195,6 +196,9 @@ def skip_exit_handlers() -> None:
 # Under hydra SLURM's variables count nodes, so they come last.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+_LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# A launcher may end the job when the first rank ends: the one that reports must not be cut off.
+_GRACE_OF_SILENT_S = 3.0
 
 
 def is_from_torchrun(environment: Mapping[str, str]) -> bool:
@@ -221,6 +225,30 @@ def announced_rank(environment: Mapping[str, str]) -> str:
     """The rank of this process, as the launcher writes it; 0 without a launcher."""
     names = ("RANK",) if is_from_torchrun(environment) else _RANK_VARIABLES
     return next((environment[name] for name in names if name in environment), "0")
+
+
+def report_alone(error: DearError, *, prefix: str) -> None:
+    """Print ``error`` with ``prefix`` where there is no world in which to agree on who does.
+
+    Wrong settings and a wrong launch are met by every rank and reported by the first. MPI may be
+    missing on one host alone, whose first rank reports it. Anything else may be met by one rank.
+    Ranks that stay silent wait a few seconds.
+    """
+    rank = announced_rank(os.environ)
+    is_missing = error.code == "mpi-not-loaded"
+    silent = False
+    if isinstance(error, (ConfigError, LaunchError)) and not is_missing:
+        silent = rank != "0"
+    elif announced_size(os.environ) > 1:
+        local = (os.environ[name] for name in _LOCAL_RANK_VARIABLES if name in os.environ)
+        silent = is_missing and next(local, "0") != "0"
+        prefix = f"[rank {rank} on {os.uname().nodename}] "
+    if silent:
+        time.sleep(_GRACE_OF_SILENT_S)
+        return
+    lines = f"error: {error.with_code()}".splitlines()
+    safe_output.flush()
+    safe_output.write("\n".join(f"{prefix}{line}" for line in lines))
 
 
 def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
@@ -260,17 +288,43 @@ def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
             "refuse to choose between PMI and PMIx. If it ends in MPI_Init, export "
             "MPIR_CVAR_PMI_VERSION=1 before mpirun"
         )
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        launcher, cure = "Open MPI's launcher", ""
-    elif "PMIX_NAMESPACE" in environment and "PMI_RANK" not in environment:
-        launcher, cure = "A launcher that speaks PMIx", "srun --mpi=pmi2, or "
-    else:
+    launcher, cure = _find_pmix_launcher(environment)
+    if not launcher:
         return ""
     return (
         f"{start} {launcher} has started this process, but its MPI "
-        f"library is MPICH. If it ends in MPI_Init, use {cure}the mpirun that belongs to the "
-        "library; that of pip's mpich lies beside python"
+        f"library is MPICH. If it ends in MPI_Init, use {cure}"
     )
+
+
+def refuse_launcher(library: str, environment: Mapping[str, str]) -> None:
+    """Raise LaunchError where MPICH would end the process while MPI starts, with its own message.
+
+    library: the version text of the MPI library. MPICH's own builds list how they were configured,
+    so whether they speak PMIx is known; for those of vendors there is ``doubt_launch``.
+    """
+    _, is_listed, configured = library.partition("MPICH configure:")
+    speaks_pmi_of_others = "pmi" in configured.partition("\n")[0]
+    if not is_listed or speaks_pmi_of_others or "MPIR_CVAR_PMI_VERSION" in environment:
+        return
+    launcher, cure = _find_pmix_launcher(environment)
+    announced = announced_size(environment)
+    if launcher and "PMI_SIZE" not in environment and announced > 1:
+        raise LaunchError(
+            f"{launcher} has started {announced} processes, but their MPI library is MPICH, which "
+            f"cannot start under it; use {cure}",
+            code="launcher-mismatch",
+        )
+
+
+def _find_pmix_launcher(environment: Mapping[str, str]) -> tuple[str, str]:
+    """The launcher under which MPICH may not start, and what to use; two empty texts for others."""
+    own = "the mpirun that belongs to the library; that of pip's mpich lies beside python"
+    if "OMPI_COMM_WORLD_SIZE" in environment:
+        return "Open MPI's launcher", own
+    if "PMIX_NAMESPACE" in environment and "PMI_RANK" not in environment:
+        return "A launcher that speaks PMIx", f"srun --mpi=pmi2, or {own}"
+    return "", ""
 
 
 def limit_start(limits: StallLimits) -> Deadline:
@@ -292,8 +346,8 @@ class Library:
     """The MPI library in use.
 
     abi: ``mpich`` or ``openmpi`` where mpi4py chose between the two at import, else ``its own``.
-    thread_level: such as ``MPI_THREAD_MULTIPLE``. device: the library's text on its transports, or
-        empty.
+    thread_level: such as ``MPI_THREAD_MULTIPLE``; empty where MPI cannot start.
+    device: the library's text on its transports, or empty.
     """
 
     name: str

@@ -234,18 +234,19 @@ def examine(
     *,
     joined: bool,
     verdicts: Sequence[ProbeVerdict],
+    mpirun: launch.Mpirun | None = None,
 ) -> None:
     """Run all checks (collective). All ranks get the same findings.
 
     settings: those that ``dear-train run`` would begin with. joined: whether the ranks that were
-    launched are this world. verdicts: of rank 0's probe.
+    launched are this world. verdicts: of rank 0's probe. mpirun: what would start several ranks.
     """
     note = examination.note
     library, reason = launch.find_library()
     examination.library = library
     note(launch.judge_library(library, reason))
-    note(launch.judge_launch(world.hosts, library, joined=joined))
-    if library is not None:
+    note(launch.judge_launch(world.hosts, library, joined=joined, mpirun=mpirun))
+    if library is not None and library.thread_level:
         note(launch.judge_thread_level(library))
     ranks = examination.ranks = gather_facts(world, threads_asked=settings.threads)
     note(judge_software(ranks))

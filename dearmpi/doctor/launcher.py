@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.lifecycle import connect
@@ -22,6 +27,45 @@ _MOST_HOSTS = 8  # named one by one
 _STALL_S = (15.0, 60.0)
 # Where rank 0 first tries what MPI does on a device: each of four operations may hang.
 _PROBING_STALL_S = (60.0, 600.0)
+
+
+_VERSION_LIMIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mpirun:
+    """The ``mpirun`` that a shell would start.
+
+    path: empty where the PATH has none. mpi: ``MPICH`` or ``Open MPI``, whose it is; empty for
+    others. own: the one beside this Python; empty where there is none. has_srun: SLURM's is there.
+    """
+
+    path: str = ""
+    mpi: str = ""
+    own: str = ""
+    has_srun: bool = False
+
+
+def find_mpirun() -> Mpirun:
+    """Look on the PATH, and have what is there print its version; call it before MPI starts."""
+    path = shutil.which("mpirun") or ""
+    beside = Path(sys.executable).with_name("mpirun")
+    mpi = ""
+    if path:
+        try:
+            said = subprocess.run(
+                [path, "--version"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_VERSION_LIMIT_S,
+            ).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            said = ""
+        mpi = "MPICH" if "HYDRA" in said else "Open MPI" if "Open MPI" in said else ""
+    own = str(beside) if beside.exists() else ""
+    return Mpirun(path, mpi, own, has_srun=shutil.which("srun") is not None)
 
 
 def open_world(*, probing: bool) -> tuple[World, bool]:
@@ -93,8 +137,12 @@ def judge_launch(
     *,
     joined: bool,
     environment: Mapping[str, str] = os.environ,
+    mpirun: Mpirun | None = None,
 ) -> Finding:
-    """Whether the ranks that were launched are one world; ``hosts``: each rank's."""
+    """Whether the ranks that were launched are one world; ``hosts``: each rank's.
+
+    mpirun: what would start several, for one rank without a launcher; None: not looked for.
+    """
     launcher = name_launcher(environment)
     if not joined:
         said = f"{announced_size(environment)} processes were launched by {launcher}, but "
@@ -109,9 +157,10 @@ def judge_launch(
     counts = Counter(hosts)
     ranks = f"{len(hosts)} rank{'' if len(hosts) == 1 else 's'}"
     if not launcher and len(hosts) == 1:
-        return ok(
-            "launch", f"{ranks} on {hosts[0]}, no launcher (several: mpirun -n 2 dear-train doctor)"
-        )
+        alone = f"{ranks} on {hosts[0]}, no launcher"
+        if mpirun is not None and (finding := _judge_mpirun(alone, library, mpirun)) is not None:
+            return finding
+        return ok("launch", f"{alone} (several: mpirun -n 2 dear-train doctor)")
     started = f"started by {launcher or 'an unknown launcher'}"
     if len(counts) == 1:
         return ok("launch", f"{ranks} on {hosts[0]}, {started}")
@@ -119,6 +168,23 @@ def judge_launch(
     more = f" and {len(listed) - _MOST_HOSTS} more" if len(listed) > _MOST_HOSTS else ""
     said = f"{ranks} on {len(counts)} hosts ({', '.join(listed[:_MOST_HOSTS])}{more}), {started}"
     return ok("launch", said)
+
+
+def _judge_mpirun(alone: str, library: Library | None, mpirun: Mpirun) -> Finding | None:
+    """The warning of an ``mpirun`` that cannot start several ranks; None where it may."""
+    use_own = f"activate the environment, or call {mpirun.own}"
+    if not mpirun.path:
+        if mpirun.has_srun and not mpirun.own:
+            return None
+        cure = use_own if mpirun.own else _INSTALL
+        return warn("launch", f"{alone}; the PATH has no mpirun to start several with", cure=cure)
+    if library is None or {library.name, mpirun.mpi} != {"MPICH", "Open MPI"}:
+        return None
+    return warn(
+        "launch",
+        f"{alone}; {mpirun.path} belongs to {mpirun.mpi}, but the library is {library.name}",
+        cure=use_own if mpirun.own not in ("", mpirun.path) else _match_launcher(library),
+    )
 
 
 def _match_launcher(library: Library) -> str:

@@ -11,7 +11,7 @@ import os
 import runpy
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import Any, get_args
 
@@ -26,7 +26,7 @@ from dearmpi.config import CommDtype, Compress, Gather, ScheduleName
 from dearmpi.drop_in.served_optimizer import KnownOptimizers
 from dearmpi.drop_in.serving import Choices, Chosen
 from dearmpi.drop_in.wrapper import DistributedDataParallel
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, DearError, LaunchError
 
 _USAGE = "mpirun -n N python -m dearmpi [options] (SCRIPT | -m MODULE) [arguments of the script]"
 _EPILOG = "Options before SCRIPT are dearmpi's; all that follows is the script's."
@@ -34,8 +34,11 @@ _LOOPBACK = "127.0.0.1"
 _CURE = "set MASTER_ADDR to an address of rank 0's host that all hosts reach"
 
 
-def main(given: Sequence[str]) -> int:
-    """Run the script that ``given`` names, as Python would; returns the exit status."""
+def main(given: Sequence[str], *, report: Callable[[DearError], None]) -> int:
+    """Run the script that ``given`` names, as Python would; returns the exit status.
+
+    report: called where the ranks cannot connect.
+    """
     options, target = _parse(given)
     if not os.path.exists(target[0]) and not options.m:
         print(f"dearmpi: error: there is no script {target[0]!r}", file=sys.stderr)
@@ -43,9 +46,13 @@ def main(given: Sequence[str]) -> int:
     try:
         choices = Choices(options.schedule, options.gather, options.comm_dtype, options.compress)
     except ConfigError as error:
-        print(f"dearmpi: error: {error}", file=sys.stderr)
-        return 2
-    world = serve_scripts(choices)
+        print(f"dearmpi: error: {error.with_code()}", file=sys.stderr)
+        return error.exit_code
+    try:
+        world = serve_scripts(choices)
+    except (LaunchError, ConfigError) as error:
+        report(error)
+        return error.exit_code
     if world.is_root and world.size > 1:
         _tell_of_training_alone(target[0], world.size)
     sys.argv = list(target)

@@ -116,6 +116,16 @@ def test_settings_that_contradict_are_refused_before_the_script(tmp_path: Path) 
     assert "take gather 'parameters'" in ended.output and "trained" not in ended.output
 
 
+def test_ranks_that_cannot_find_each_other_end_before_the_script(tmp_path: Path) -> None:
+    (tmp_path / "trains.py").write_text("print('trained')\n")
+    command = [sys.executable, "-m", "dearmpi", str(tmp_path / "trains.py")]
+    other = {"OMPI_COMM_WORLD_SIZE": "2"}
+    ended = run_job(forked(command), ranks=1, limit_s=60, environment=other)
+    assert ended.returncode == 3, ended.output
+    assert "dearmpi: error: " in ended.output and "[launcher-mismatch]" in ended.output
+    assert "Traceback" not in ended.output and "trained" not in ended.output
+
+
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dearmpi", str(tmp_path / "absent.py")]
     ended = run_job(forked(command), ranks=1, limit_s=60)

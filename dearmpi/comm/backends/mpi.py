@@ -33,9 +33,9 @@ from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.registry import AlgorithmCollectives
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import AllOf, Buffer, ReduceOp, Request
-from dearmpi.comm.process import Library, doubt_launch, skip_exit_handlers
+from dearmpi.comm.process import Library, doubt_launch, refuse_launcher, skip_exit_handlers
 from dearmpi.cuts import Cuts
-from dearmpi.errors import CommError, ConfigError
+from dearmpi.errors import CommError, ConfigError, LaunchError
 
 _ARITHMETIC = {
     "float32": MPI.FLOAT,
@@ -208,10 +208,11 @@ def connect(comm: object = None) -> MpiCollectives:
 def initialize() -> None:
     """Initialise MPI as ``mpi4py.rc`` says; does nothing if it is initialised.
 
-    Raises RuntimeError if MPI fails.
+    Raises RuntimeError if MPI fails; LaunchError if it would end the process under its launcher.
     """
     if MPI.Is_initialized():
         return
+    refuse_launcher(MPI.Get_library_version(), os.environ)
     doubt = doubt_launch(MPI.Get_library_version(), os.environ)
     if doubt:
         safe_output.write(doubt)
@@ -282,8 +283,12 @@ def describe() -> str:
 
 
 def library() -> Library:
-    """The MPI library that this process is connected to."""
-    initialize()
+    """The MPI library that this process is connected to, or that its launcher does not fit."""
+    try:
+        initialize()
+        thread_level = _THREAD_LEVELS[MPI.Query_thread()]
+    except LaunchError:
+        thread_level = ""
     name, numbers = MPI.get_vendor()
     lines = (line.partition(":") for line in MPI.Get_library_version().splitlines())
     variant = Path(MPI.__file__).name.split(".")[1]
@@ -292,7 +297,7 @@ def library() -> Library:
         version=".".join(map(str, numbers)),
         mpi4py=mpi4py.__version__,
         abi=variant if variant in ("mpich", "openmpi") else "its own",
-        thread_level=_THREAD_LEVELS[MPI.Query_thread()],
+        thread_level=thread_level,
         device=next((value.strip() for key, _, value in lines if key.endswith("Device")), ""),
     )
 

@@ -172,7 +172,6 @@ class HistoryRow:
     communication_s: float | None = None
     sent_mb: float | None = None
     owed_share: float | None = None
-    fallbacks: float | None = None
     rank_step_s: tuple[float, ...] = ()
     rank_wait_s: tuple[float, ...] = ()
     rank_data_s: tuple[float, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -20,8 +21,10 @@ from dearmpi.comm.process import (
     check_launch,
     doubt_launch,
     ignore_signals,
+    refuse_launcher,
+    report_alone,
 )
-from dearmpi.errors import LaunchError
+from dearmpi.errors import DearError, LaunchError
 from tests.codes import raises
 
 
@@ -61,6 +64,58 @@ def test_launches_that_fit_are_accepted() -> None:
     check_launch(1, {})
     check_launch(1, {"PMI_SIZE": "1"})
     check_launch(4, {"PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"})
+
+
+PIP_MPICH = "MPICH Version: 5.0.2\nMPICH configure: --with-device=ch4:ucx,ofi --with-pm=hydra\n"
+
+
+def test_mpich_that_cannot_start_under_its_launcher_is_refused_before_it_tries() -> None:
+    open_mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_NAMESPACE": "a"}
+    with raises(LaunchError, "launcher-mismatch", 2, "mpirun that belongs", "beside python"):
+        refuse_launcher(PIP_MPICH, open_mpi)
+    slurm = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    with raises(LaunchError, "launcher-mismatch", 4, "srun --mpi=pmi2"):
+        refuse_launcher(PIP_MPICH, slurm)
+
+
+def test_mpich_that_may_start_is_let_through() -> None:
+    open_mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMIX_NAMESPACE": "a"}
+    for library in ("Open MPI v5.0.8", "CRAY MPICH version 8.1", f"{PIP_MPICH[:-1]} --with-pmix\n"):
+        refuse_launcher(library, open_mpi)
+    for environment in (
+        {},
+        {"PMI_SIZE": "2", "PMI_RANK": "0"},
+        {**open_mpi, "OMPI_COMM_WORLD_SIZE": "1"},
+        {**open_mpi, "MPIR_CVAR_PMI_VERSION": "1"},
+        {**open_mpi, "PMI_SIZE": "2", "PMI_RANK": "0"},
+    ):
+        refuse_launcher(PIP_MPICH, environment)
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "local", "said"),
+    [
+        (LaunchError("a\nb", code="launcher-mismatch"), 0, 0, "p: error: a\np: b [launcher-m"),
+        (LaunchError("a", code="launcher-mismatch"), 2, 0, ""),
+        (LaunchError("a", code="mpi-not-loaded"), 2, 0, f"[rank 2 on {os.uname().nodename}] error"),
+        (LaunchError("a", code="mpi-not-loaded"), 3, 1, ""),
+        (DearError("a"), 3, 1, f"[rank 3 on {os.uname().nodename}] error: a\n"),
+    ],
+)
+def test_an_error_without_a_world_is_reported_by_those_that_alone_may_meet_it(
+    error: DearError,
+    rank: int,
+    local: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    for name, value in (("PMI_SIZE", 4), ("PMI_RANK", rank), ("MPI_LOCALRANKID", local)):
+        monkeypatch.setenv(name, str(value))
+    report_alone(error, prefix="p: ")
+    found = capfd.readouterr().err
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 def test_a_library_that_may_not_start_under_its_launcher_is_told_of_once() -> None:

@@ -139,6 +139,65 @@ def test_ranks_are_counted_by_host() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("mpirun", "words"),
+    [
+        (launch.Mpirun(), ["no mpirun", "dearmpi[mpich]"]),
+        (launch.Mpirun(own="/env/bin/mpirun", has_srun=True), ["no mpirun", "/env/bin/mpirun"]),
+        (
+            launch.Mpirun("/usr/bin/mpirun", "Open MPI", own="/env/bin/mpirun"),
+            ["/usr/bin/mpirun belongs to Open MPI", "library is MPICH", "call /env/bin/mpirun"],
+        ),
+        (
+            launch.Mpirun("/usr/bin/mpirun", "Open MPI"),
+            ["/usr/bin/mpirun belongs to Open MPI", "the mpirun that belongs to MPICH"],
+        ),
+    ],
+)
+def test_an_mpirun_that_cannot_start_several_ranks_is_a_warning(
+    mpirun: launch.Mpirun, words: list[str]
+) -> None:
+    found = launch.judge_launch(["n0"], MPICH, joined=True, environment={}, mpirun=mpirun)
+    check(found, "warn", "1 rank on n0", *words)
+
+
+@pytest.mark.parametrize(
+    "mpirun",
+    [
+        launch.Mpirun("/env/bin/mpirun", "MPICH", own="/env/bin/mpirun"),
+        launch.Mpirun("/opt/cray/mpirun"),
+        launch.Mpirun(has_srun=True),
+    ],
+)
+def test_an_mpirun_that_may_start_several_ranks_is_fine(mpirun: launch.Mpirun) -> None:
+    check(launch.judge_launch(["n0"], MPICH, joined=True, environment={}, mpirun=mpirun), "ok")
+    several = launch.judge_launch(
+        ["n0", "n0"], MPICH, joined=True, environment={"PMI_SIZE": "2"}, mpirun=launch.Mpirun()
+    )
+    check(several, "ok")
+
+
+@pytest.mark.parametrize(
+    ("text", "mpi"),
+    [
+        ("HYDRA build details:", "MPICH"),
+        ("mpirun (Open MPI) 5.0.11", "Open MPI"),
+        ("Intel(R) MPI Library", ""),
+    ],
+)
+def test_an_mpirun_is_known_by_its_version(
+    text: str, mpi: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "mpirun"
+    script.write_text(f"#!/bin/sh\necho '{text}'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = launch.find_mpirun()
+    assert (found.path, found.mpi, found.has_srun) == (str(script), mpi, False)
+    script.unlink()
+    assert not launch.find_mpirun().path
+
+
 ASKED_BY_VARIABLE = {"threads_asked": True, "environment": {"DEAR_TRAIN_THREADS": "2"}}
 
 
