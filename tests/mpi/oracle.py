@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -235,7 +236,21 @@ def train(case: Case, world: World | None = None) -> Outcome:
     if world is not None:
         assert_equal_on_all_ranks(outcome.parameters, world)
         assert_equal_on_all_ranks(flat_state(outcome.optimizer), world)
+        options = world.all_gather_text(repr(outcome.optimizer["param_groups"]))
+        assert len(set(options)) == 1, f"ranks differ: {options}"
     return outcome
+
+
+def compares(case: Case, world: World) -> bool:
+    """Whether it is this rank's turn to compare, as ranks end equal bit by bit."""
+    return zlib.crc32(repr(case).encode()) % world.size == world.rank
+
+
+def assert_trains_as_one_process(case: Case, world: World, *, alone: Case | None = None) -> None:
+    """Train on all ranks; one of them compares with plain torch, which trains ``alone``."""
+    found = train(case, world)
+    if compares(case, world):
+        assert_same(found, train(alone or case))
 
 
 def assert_equal_on_all_ranks(tensors: dict[str, Tensor], world: World) -> None:

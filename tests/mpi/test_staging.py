@@ -13,7 +13,7 @@ import pytest
 from dearmpi.comm.world import World
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.lazy_device import LazyDevice, put_on
-from tests.mpi.oracle import Case, assert_same, train
+from tests.mpi.oracle import Case, assert_same, compares, train
 
 CASES = [
     Case(optimizer="adamw", groups=3),
@@ -48,11 +48,13 @@ def train_on_lazy_device(
     verdicts: tuple[ProbeVerdict, ...] = (),
 ) -> int:
     """Compare; returns the number of copies."""
-    expected = train(case)
+    expected = train(case) if compares(case, world) else None
     device = LazyDevice()
     put_on(monkeypatch, device)
     monkeypatch.setattr("dearmpi.device.route_choice.known_verdicts", lambda: verdicts)
-    assert_same(train(case, world), expected)
+    found = train(case, world)
+    if expected is not None:
+        assert_same(found, expected)
     return device.num_copies
 
 
