@@ -20,7 +20,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import NoReturn
 
-import hypothesis
 import pytest
 
 from dearmpi.comm.api import safe_output
@@ -69,12 +68,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Join the other ranks; every test run is the same as the one before."""
-    for name, max_examples in (("fast", 20), ("thorough", 150)):
-        hypothesis.settings.register_profile(
-            name, derandomize=True, database=None, deadline=None, max_examples=max_examples
-        )
-    takes_all = config.getoption("markexpr") == EVERY_TEST
-    hypothesis.settings.load_profile("thorough" if takes_all else "fast")
+    if not is_launched() or not _is_for_all(config):
+        _choose_examples(config)
     if TIMES_VARIABLE in os.environ and not launched_rank():
         config.stash[_TIMES] = Path(os.environ[TIMES_VARIABLE])
     if config.getoption("collectonly") or not is_launched():
@@ -87,6 +82,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ROSTER] = Roster(roster_folder(), rank=rank, size=size)
     if rank:
         _silence(config)
+
+
+def _is_for_all(config: pytest.Config) -> bool:
+    """Whether only tests of all ranks are asked for: none of them has examples."""
+    files = [config.invocation_params.dir / arg.partition("::")[0] for arg in config.args]
+    return _is_short(config) or all(file.is_relative_to(_MPI_TESTS) for file in files)
+
+
+def _choose_examples(config: pytest.Config) -> None:
+    """Say how many examples property tests try."""
+    import hypothesis  # takes a quarter of a second
+
+    for name, max_examples in (("fast", 20), ("thorough", 150)):
+        hypothesis.settings.register_profile(
+            name, derandomize=True, database=None, deadline=None, max_examples=max_examples
+        )
+    takes_all = config.getoption("markexpr") == EVERY_TEST
+    hypothesis.settings.load_profile("thorough" if takes_all else "fast")
 
 
 def _silence(config: pytest.Config) -> None:

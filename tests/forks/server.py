@@ -29,6 +29,7 @@ from tests.forks.start import fork_name, python_beside
 # With what these import, that is nearly all that a rank loads, but for MPI.
 _LOADED = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.data", "sklearn.datasets"),
+    *("torch.distributed.optim", "pytest"),
     *("dearmpi.engine.optimizer", "dearmpi.cli.main", "dearmpi.cli.run_session"),
     "multiprocessing.forkserver",
 )

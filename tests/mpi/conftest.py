@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ def world() -> World:
         "mpiexec and mpi4py's library do not belong together"
     )
     return world
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _left_over() -> None:
+    """Collections of garbage in a file look at what its own tests make alone."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
