@@ -19,6 +19,7 @@ from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.data.schedule import AllGather, Launch, Schedule, Wait
 from tests.codes import raises
 from tests.mpi.semantics import (
+    NUM_STEPS,
     Side,
     adam,
     assert_same_on_both_sides,
@@ -56,8 +57,8 @@ def plan_for(world_size: int, **changes: Any) -> Plan:
     return Plan(**{**values, **changes})
 
 
-def script_with(change: Any) -> Any:
-    """Train, have ``change`` done to the optimizer, and train on."""
+def script_with(change: Any, num_steps: int = 2 * NUM_STEPS) -> Any:
+    """Train, have ``change`` done to the optimizer, and train ``num_steps`` on."""
 
     def script(side: Side) -> dict[str, Tensor]:
         model = layers()
@@ -65,7 +66,7 @@ def script_with(change: Any) -> Any:
         train(side, model, optimizer, 3)
         if side.is_distributed:
             change(optimizer)
-        train(side, model, optimizer, MOST_STEPS)
+        train(side, model, optimizer, num_steps)
         return outcome(model, optimizer)
 
     return script
@@ -117,7 +118,8 @@ def test_a_foreign_plan_is_refused_and_training_goes_on_as_before(
         assert optimizer.is_planning == (before == "auto")
 
     settings: dict[str, Any] = {"bucket_cap_mb": None, "eager": True, "plan": before}
-    assert_same_on_both_sides(script_with(refuse), world, **settings)
+    num_steps = MOST_STEPS if before else 2 * NUM_STEPS  # a plan comes until then
+    assert_same_on_both_sides(script_with(refuse, num_steps), world, **settings)
 
 
 def test_gathers_are_posted_in_the_plan_s_order(world: World) -> None:

@@ -228,7 +228,7 @@ def test_sigusr1_to_one_rank_saves_and_ends_all_with_75_and_resume_goes_on(
 
 def test_one_process_needs_no_mpirun(folder: Path) -> None:
     ended = subprocess.run(
-        command("run", "--task", "line.py:make", "--name", "a"),
+        forked(command("run", "--task", "line.py:make", "--name", "a")),
         cwd=folder,
         env=clean_environment() | ENVIRONMENT,
         stdin=subprocess.DEVNULL,

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from dearmpi.cli import run_session as command
 from dearmpi.cli.endings import rank_log
 from dearmpi.cli.run_session import run_session
 from dearmpi.comm.world import World
+from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.plan.data.plan import Plan, read_plan
+from dearmpi.train.loop import job
 from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN
 from dearmpi.train.metrics import metrics
 from dearmpi.train.ranks.agreement import AgreedError
@@ -21,6 +24,7 @@ from tests.codes import raises
 from tests.mpi.task_file import task_file
 
 pytestmark = pytest.mark.ranks(2)
+NUM_STEPS = MOST_STEPS + 4  # in which a plan is taken up, and followed
 
 TASK = """
 import torch
@@ -48,6 +52,13 @@ def folder(world: World, shared_tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture
+def _short_runs_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs plan that would not, since they follow the plan for a few steps alone."""
+    for module in (job, command):
+        monkeypatch.setattr(module, "LEAST_STEPS_TO_PLAN", NUM_STEPS)
+
+
 def run(world: World, folder: Path, name: str, **given: object) -> Path:
     values = {"task": f"{folder}/curve.py:make", "run_folder": str(folder), "name": name, **given}
     with rank_log(speaks=False) as log, StopRequest() as stop:
@@ -68,12 +79,13 @@ def written_plan(world: World, run_folder: Path) -> Plan:
     return plan
 
 
+@pytest.mark.usefixtures("_short_runs_plan")
 def test_a_plan_changes_no_number_and_a_resumed_run_goes_on_by_it(
     world: World, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    expected = losses(run(world, folder, "plain", max_steps=LEAST_STEPS_TO_PLAN + 4))
+    expected = losses(run(world, folder, "plain", max_steps=NUM_STEPS + 4))
     capfd.readouterr()
-    run(world, folder, "a", plan="auto", max_steps=LEAST_STEPS_TO_PLAN)
+    run(world, folder, "a", plan="auto", max_steps=NUM_STEPS)
     told = capfd.readouterr().out
     plan = written_plan(world, folder / "a")
     assert plan.world_size == world.size
@@ -81,7 +93,7 @@ def test_a_plan_changes_no_number_and_a_resumed_run_goes_on_by_it(
     assert ("plan taken up in " in told) == world.is_root
     assert "predicted iteration" in (folder / f"a/logs/rank-{world.rank:05d}.log").read_text()
 
-    run(world, folder, "a", resume="auto", max_steps=LEAST_STEPS_TO_PLAN + 2)
+    run(world, folder, "a", resume="auto", max_steps=NUM_STEPS + 2)
     told = capfd.readouterr().out
     assert written_plan(world, folder / "a") == plan
     assert ("auto, the one that this run has made before" in told) == world.is_root
@@ -93,7 +105,7 @@ def test_a_plan_changes_no_number_and_a_resumed_run_goes_on_by_it(
     with raises(AgreedError, "plan-contradicts-settings", "max_grad_norm 1"):
         run(world, folder, "clipped", plan=str(path), max_grad_norm=1)
     capfd.readouterr()
-    run(world, folder, "a", resume="auto", plan=str(path), max_steps=LEAST_STEPS_TO_PLAN + 4)
+    run(world, folder, "a", resume="auto", plan=str(path), max_steps=NUM_STEPS + 4)
     assert ("the plan was made by dearmpi 0.0.9, and this" in capfd.readouterr().out) == (
         world.is_root
     )
@@ -128,6 +140,7 @@ def test_a_short_run_pays_for_no_plan(
     assert not (folder / "a" / "plan.json").exists()
 
 
+@pytest.mark.usefixtures("_short_runs_plan")
 def test_over_several_hosts_a_run_plans_unasked(
     world: World,
     folder: Path,
@@ -136,20 +149,22 @@ def test_over_several_hosts_a_run_plans_unasked(
 ) -> None:
     one_host = world.hosts
     monkeypatch.setattr(world, "hosts", tuple(f"n{rank}" for rank in range(world.size)))
-    run(world, folder, "a", max_steps=LEAST_STEPS_TO_PLAN)
+    run(world, folder, "a", max_steps=NUM_STEPS)
     told = capfd.readouterr().out
     assert ("plan: auto, the default over several hosts; made from" in told) == world.is_root
     plan = written_plan(world, folder / "a")
 
     monkeypatch.setattr(world, "hosts", one_host)  # the next part of the run goes on as this one
-    for num_more, given in ((2, {}), (4, {"trace": "103:105"})):
-        num_steps = LEAST_STEPS_TO_PLAN + num_more
+    traced = f"{NUM_STEPS + 3}:{NUM_STEPS + 5}"
+    for num_more, given in ((2, {}), (4, {"trace": traced})):
+        num_steps = NUM_STEPS + num_more
         run(world, folder, "a", resume="auto", max_steps=num_steps, **given)
         told = capfd.readouterr().out
         assert ("auto, the one that this run has made before" in told) == world.is_root
         assert written_plan(world, folder / "a") == plan
 
 
+@pytest.mark.usefixtures("_short_runs_plan")
 @pytest.mark.parametrize("given", [{"plan": "none"}, {"window": 3}, {"trace": "4:7"}])
 def test_a_run_that_asks_for_fixed_buckets_keeps_them_on_any_hosts(
     world: World,
@@ -159,7 +174,7 @@ def test_a_run_that_asks_for_fixed_buckets_keeps_them_on_any_hosts(
     given: dict[str, object],
 ) -> None:
     monkeypatch.setattr(world, "hosts", tuple(f"n{rank}" for rank in range(world.size)))
-    run(world, folder, "a", max_steps=LEAST_STEPS_TO_PLAN, **given)
+    run(world, folder, "a", max_steps=NUM_STEPS, **given)
     assert "plan" not in capfd.readouterr().out
     assert not (folder / "a" / "plan.json").exists()
 

@@ -17,6 +17,7 @@ from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.model.cost import Costs, LinkModel
 from dearmpi.span import Span, Track
 from dearmpi.tune.plan_process import PlanProcess, PlanRequest
+from tests.combinations import turns_of
 from tests.mpi.semantics import (
     Side,
     adam,
@@ -44,8 +45,7 @@ def begin_planning(
     return model, side, optimizer
 
 
-@pytest.mark.parametrize("gather", ["parameters", "gradients"])
-@pytest.mark.parametrize("eager", [False, True])
+@turns_of(eager=(False, True), gather=("parameters", "gradients"))
 def test_a_job_plans_for_itself_and_changes_no_number(
     eager: bool, gather: str, world: World
 ) -> None:
@@ -56,7 +56,7 @@ def test_a_job_plans_for_itself_and_changes_no_number(
         "gather": gather,
         "plan": "auto",
     }
-    assert_same_on_both_sides(script_with(seen.append), world, **settings)
+    assert_same_on_both_sides(script_with(seen.append, MOST_STEPS), world, **settings)
     (optimizer,) = seen
     plan = optimizer.plan
     assert plan is not None and plan.world_size == world.size

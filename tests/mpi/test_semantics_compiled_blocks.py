@@ -67,13 +67,13 @@ def blocks(kind: type[Block] = Block) -> nn.Sequential:
     return model
 
 
-def in_place(block: nn.Module) -> nn.Module:
-    block.compile(backend="aot_eager")
+def in_place(block: nn.Module, backend: str = "aot_eager") -> nn.Module:
+    block.compile(backend=backend)
     return block
 
 
-def wrapped(block: nn.Module) -> Any:
-    return torch.compile(block, backend="aot_eager")
+def wrapped(block: nn.Module, backend: str = "aot_eager") -> Any:
+    return torch.compile(block, backend=backend)
 
 
 # Each two values meet in those that are not slow.
@@ -92,15 +92,22 @@ def wrapped(block: nn.Module) -> Any:
     ],
 )
 def test_compiled_blocks_wait_for_their_own_parameters_only(
-    compiled: Callable[[nn.Module], Any], kind: type[Block], eager: bool, gather: str, world: World
+    compiled: Callable[[nn.Module, str], Any],
+    kind: type[Block],
+    eager: bool,
+    gather: str,
+    world: World,
 ) -> None:
     """With batches of several sizes, for which torch compiles anew."""
+
+    # Backprop is compiled as well where updates run beside it.
+    backend = "aot_eager" if eager else "eager"
 
     def script(side: Side) -> dict[str, Tensor]:
         model = blocks(kind)
         optimizer = side.wrap(slow_adam(model), model)
         for number in range(1, 5) if side.is_distributed else ():
-            model[number] = compiled(model[number])
+            model[number] = compiled(model[number], backend)
         for step in range(NUM_STEPS):
             rows = side.inputs(step).repeat(1 + step // 2, 1)
             optimizer.zero_grad()
