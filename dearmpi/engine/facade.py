@@ -69,6 +69,10 @@ class Facade(Optimizer):
         """Multiply all gradients by ``factor``; False if any was inf or NaN (collective)."""
         raise NotImplementedError
 
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Losses are multiplied by what ``read`` returns at the start of each backward."""
+        raise NotImplementedError
+
     def _switch(self, mode: str) -> None:
         """Call the wrapped optimizer's ``train()`` or ``eval()`` for the parameters."""
         raise NotImplementedError

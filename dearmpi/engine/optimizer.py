@@ -139,6 +139,14 @@ class DistributedOptimizer(Readings):
         with self._named_call(f"scale_gradients_({float(factor)})"):
             return scale(self._built.engine, self.world, factor)
 
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Losses are multiplied by what ``read`` returns at the start of each backward.
+
+        With it, what a ``compress`` keeps for later steps fits their gradients. A GradScaler calls
+        it in its first step; a run resumed with ``compress="powersgd"`` needs it before that.
+        """
+        self._live.follow_loss_scale(read)
+
     @torch.no_grad()
     @untraced
     def gradients(self) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class Readings(Facade):
     @property
     def traffic(self) -> Traffic:
         """The bytes of a step, and what they would be without compression."""
-        return self._built.engine.codecs.traffic
+        return self._live.traffic
 
     @property
     def config(self) -> EngineConfig:

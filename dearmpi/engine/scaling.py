@@ -140,13 +140,8 @@ class GradScaler(torch.amp.GradScaler):
                 "gradients of fp16 parameters cannot be unscaled; keep the parameters in fp32 "
                 "and compute under torch.autocast"
             )
-        if optimizer.config.keeps_unsent:
-            raise ConfigError(
-                f"compress is {optimizer.config.compress!r}, which sends parts of a gradient in "
-                "later steps, when the scale may be another; compute under torch.autocast in "
-                "bfloat16, which needs no scaler, or take compress 'int8'",
-                code="settings-contradict",
-            )
         is_finite = optimizer.scale_gradients_(float(inv_scale))
+        if optimizer.config.keeps_unsent:
+            optimizer.follow_loss_scale(self.get_scale)
         found_inf.fill_(0.0 if is_finite else 1.0)
         return {found_inf.device: found_inf}

@@ -84,6 +84,7 @@ class BucketRuntime:
         norm, and no elements.
     keeps_unused: whether what arrives of a parameter that no rank uses waits for its next use; not
         of estimates, which are no part of a gradient.
+    loss_scale: by what a loss is multiplied, and so gradients until they are unscaled.
     streams: on a device, all streams that have written gradients since the iteration began.
 
     One thread at a time writes: the main thread until the reduce-scatter is submitted, then the
@@ -112,6 +113,7 @@ class BucketRuntime:
         self.owed: Tensor | None = None
         self.travels_as_factors = False
         self.keeps_unused = False
+        self.loss_scale = 1.0
         self.pending = self.unread = False
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)

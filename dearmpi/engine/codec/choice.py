@@ -65,7 +65,13 @@ class Codecs:
             sum(self.gather[bucket.index].sent_bytes for bucket in self.trained),
             2 * sum(elements_sent(one) * one.spec.itemsize for one in self.trained),
             owed / (owed + sent) if owed + sent > 0 else None,
+            self.fallbacks,
         )
+
+    @property
+    def fallbacks(self) -> int:
+        """Times so far that a bucket has travelled whole for want of something shorter."""
+        return sum(codec.fallbacks for codec in (*self.reduce, *self.gather))
 
 
 def choose_codecs(

@@ -36,6 +36,11 @@ class Codec(Protocol):
         """As ``sent_bytes``, once the first steps of another kind are over."""
         ...
 
+    @property
+    def fallbacks(self) -> int:
+        """Times so far that the bucket has travelled whole for want of something shorter."""
+        ...
+
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Begin to send ``bucket``; every rank starts the same operations in the same order.
 
@@ -85,6 +90,10 @@ class Codec(Protocol):
         """Another state was loaded, to which nothing of this belongs."""
         ...
 
+    def rescale(self, factor: float) -> None:
+        """Between two iterations: multiply what is kept by ``factor``, as later gradients are."""
+        ...
+
     def squares(self) -> tuple[float, float] | None:
         """Squared norms of what this rank keeps, and of what it has sent in the last step, for
         people; None where that is not known. Any thread may call it.
@@ -96,6 +105,7 @@ class StatelessCodec:
     """The part of a codec that keeps nothing and carries all numbers."""
 
     keeps = owes = False
+    fallbacks = 0
     sent_bytes: int
 
     @property
@@ -117,6 +127,9 @@ class StatelessCodec:
         return bucket.own_pieces()
 
     def forget(self) -> None:
+        """Nothing is kept."""
+
+    def rescale(self, factor: float) -> None:
         """Nothing is kept."""
 
     def squares(self) -> tuple[float, float] | None:
@@ -145,6 +158,11 @@ class DenseFirst:
     def steady_bytes(self) -> int:
         """Of the codec that follows."""
         return self._codec.steady_bytes
+
+    @property
+    def fallbacks(self) -> int:
+        """Of the codec that follows."""
+        return self._codec.fallbacks
 
     @property
     def keeps(self) -> bool:
@@ -184,6 +202,10 @@ class DenseFirst:
     def forget(self) -> None:
         """As the codec does."""
         self._codec.forget()
+
+    def rescale(self, factor: float) -> None:
+        """As the codec does."""
+        self._codec.rescale(factor)
 
     def squares(self) -> tuple[float, float] | None:
         """As the codec does."""

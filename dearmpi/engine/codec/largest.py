@@ -8,7 +8,7 @@ backprop, and needs no all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 
 import torch
 from torch import Tensor
@@ -51,12 +51,15 @@ class TopElements(SparseReduce):
         """As ``SparseReduce``."""
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
         spec = bucket.spec
-        unaligned = self.num_sent * (spec.itemsize + _INDEX_BYTES)
+        self._num_values = self.num_sent + self.num_flags
+        unaligned = self._num_values * spec.itemsize + self.num_sent * _INDEX_BYTES
         self._num_bytes = -(-unaligned // _ALIGNMENT) * _ALIGNMENT  # of a message
         self._thresholds = [0.0] * spec.world_size
         self.sparse_bytes = (spec.world_size - 1) * self._num_bytes
 
-    def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
+    def reduce(
+        self, rows: Tensor, collectives: Collectives, *, finite: bool
+    ) -> Generator[Request, None, float]:
         """Encode and exchange at once, since operations in flight are told apart by their order;
         add in the order of ranks when the parts have come.
         """
@@ -65,11 +68,13 @@ class TopElements(SparseReduce):
         held = [self.scratch.take(message, size * each) for _ in range(2)]
         sent, arrived = (buffer[: size * each].view(size, -1) for buffer in held)
         places = torch.empty(size, self.num_sent, dtype=torch.int64, device="cpu")
+        own_flag = self.feedback.flag
         for rank, row in enumerate(rows):
             values, indexes = self._parts(sent[rank], rows.dtype)
             if finite:
                 places[rank] = self._choose(row, rank)
-                torch.index_select(row, 0, places[rank], out=values)
+                torch.index_select(row, 0, places[rank], out=values[: self.num_sent])
+                values[self.num_sent :] = own_flag
             else:
                 places[rank] = torch.arange(self.num_sent, device="cpu")
                 values.fill_(math.nan)
@@ -77,15 +82,18 @@ class TopElements(SparseReduce):
         yield collectives.start_exchange(sent.view(-1), arrived.view(-1))
         arrived[own] = sent[own]
         total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
+        flag = 0.0
         for part in arrived:
             values, indexes = self._parts(part, rows.dtype)
-            total.index_add_(0, indexes, values)
+            total.index_add_(0, indexes, values[: self.num_sent])
+            flag += float(values[self.num_sent :].sum())
         for buffer in held:
             self.scratch.give_back(buffer)
+        return flag
 
     def _parts(self, message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Values, and their places in the shard as int32."""
-        end = self.num_sent * dtype.itemsize
+        """Values with the flag behind them, and the places in the shard as int32."""
+        end = self._num_values * dtype.itemsize
         indexes = message[end : end + self.num_sent * _INDEX_BYTES]
         return message[:end].view(dtype), indexes.view(torch.int32)
 
@@ -165,10 +173,12 @@ class TopBlocks(SparseReduce):
         self._starts = torch.tensor([min(one, self.numel - self._block) for one in firsts])
         spec, width = bucket.spec, bucket.spec.itemsize
         each = len(firsts) * _NUM_PROJECTIONS * width
-        each += self._num_chosen * (_INDEX_BYTES + self._block * width)
+        each += self._num_chosen * (_INDEX_BYTES + self._block * width) + self.num_flags * width
         self.sparse_bytes = (spec.world_size - 1) * each
 
-    def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
+    def reduce(
+        self, rows: Tensor, collectives: Collectives, *, finite: bool
+    ) -> Generator[Request, None, float]:
         """Reduce the projections, gather the owners' choices, reduce the blocks chosen."""
         size, own = len(rows), collectives.rank
         to_choices, to_blocks = collectives.reserve(), collectives.reserve()
@@ -184,17 +194,21 @@ class TopBlocks(SparseReduce):
         yield request
         firsts = self._starts[choices.long()][..., None]
         places = (firsts + torch.arange(self._block, device="cpu")).view(size, -1)
-        held = self.scratch.take(rows, places.numel())
-        room = held[: places.numel()].view(size, -1)
-        torch.gather(rows, 1, places, out=room)
+        num = places.shape[1]
+        held = self.scratch.take(rows, size * (num + self.num_flags))
+        room = held[: size * (num + self.num_flags)].view(size, -1)
+        torch.gather(rows, 1, places, out=room[:, :num])
+        room[:, num:] = self.feedback.flag
         if not finite:
             room.fill_(math.nan)
         with to_blocks:
             request = self.algorithm.start_reduce_scatter(room.view(-1), collectives)
         yield request
         total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
-        total[places[own]] = room[own]
+        total[places[own]] = room[own, :num]
+        flag = float(room[own, -1]) if self.num_flags else 0.0
         self.scratch.give_back(held)
+        return flag
 
     def _project(self, rows: Tensor) -> Tensor:
         """Of each block of each shard a few sums, each with random weights."""

@@ -51,7 +51,9 @@ class _BlockCodec(StatelessCodec):
         """Whether to look for blocks in this step."""
         self._num_starts += 1
         self.sent_bytes = self._dense_bytes
-        return self._num_starts >= self._next_look
+        looks = self._num_starts >= self._next_look
+        self.fallbacks += not looks
+        return looks
 
     def _take_flags(self) -> Tensor:
         """A byte for each block, by rank; scratch memory."""
@@ -68,6 +70,7 @@ class _BlockCodec(StatelessCodec):
             self._pause = min(2 * self._pause, _RARELY)
             self._next_look = self._num_starts + self._pause
             self.sent_bytes += (self._size - 1) * self._num_blocks
+            self.fallbacks += 1
             return None
         self._pause = 1
         return blocks

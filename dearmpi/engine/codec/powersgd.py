@@ -223,7 +223,7 @@ class PowerReduce(StatelessCodec):
         if self._residual is not None:
             data.add_(self._residual)
         if bucket.owed is not None:
-            data.add_(bucket.owed)
+            data.add_(bucket.owed, alpha=bucket.loss_scale)
         if self._factors.are_unpacked and (carried := bucket.take_carried()) is not None:
             own.add_(carried, alpha=bucket.spec.world_size)  # of elements, and not of factors
         self._factors.are_unpacked = False
@@ -287,7 +287,8 @@ class PowerReduce(StatelessCodec):
         assert residual is not None
         self.forget()
         yield self._algorithm.start_reduce_scatter(residual, collectives)
-        residual[bucket.spec.cuts.slice_of(collectives.rank)].div_(bucket.spec.world_size)
+        own = residual[bucket.spec.cuts.slice_of(collectives.rank)]
+        own.div_(bucket.spec.world_size * bucket.loss_scale)
         yield self._algorithm.start_all_gather(residual, collectives)
         bucket.add_owed(residual)
 
@@ -296,6 +297,11 @@ class PowerReduce(StatelessCodec):
         self._residual = self._next = self._before = None
         self._is_reduced = self.owes = False
         self._factors.restart()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residual."""
+        if self._residual is not None:
+            self._residual.mul_(factor)
 
 
 class PowerGather(StatelessCodec):

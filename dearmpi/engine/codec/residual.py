@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,13 @@ class ErrorFeedback:
     keeps: False to drop what was not sent; then nothing is ever owed.
     owes: whether there is a residual; the same on all ranks.
     needs_dense: whether the next reduction is to be dense; the same on all ranks.
+    num_flags: numbers beside each message, by which ranks learn of each other's state.
+    flag: that number; only the sum over the ranks is known to all.
     """
 
     needs_dense = False
+    num_flags = 0
+    flag = 0.0
     _sent_square = 0.0
 
     def __init__(self, world_size: int, *, keeps: bool) -> None:
@@ -59,8 +63,10 @@ class ErrorFeedback:
         self._reduced = sent, rank, own.clone() if self.keeps else own
         return own.zero_()
 
-    def complete(self, shard: Tensor) -> None:
-        """The sums are in ``shard``, the own one."""
+    def complete(self, shard: Tensor, flag: float) -> None:
+        """The sums are in ``shard``, the own one. ``flag``: the sum of all ranks' flags, or NaN if
+        some numbers of any rank are not finite; the same on all ranks.
+        """
 
     def commit(self, data: Tensor, *, is_final: bool) -> bool:
         """Keep what was not sent; of numbers that are not finite nothing is kept.
@@ -114,14 +120,24 @@ class ErrorFeedback:
         self.forget()
         yield algorithm.start_reduce_scatter(residual, collectives)
         shard = residual[: bucket.spec.numel][bucket.spec.cuts.slice_of(collectives.rank)]
-        bucket.add_owed(shard.div_(self._size))
+        bucket.add_owed(shard.div_(self._size * bucket.loss_scale))
 
     def forget(self) -> None:
         """Begin anew."""
         self._residual, self._reduced, self._before, self.owes = None, None, None, False
 
+    def rescale(self, factor: float) -> None:
+        """Multiply the residual."""
+        if self._residual is not None:
+            self._residual.mul_(factor)
 
-_ALL: Sent = (slice(None), slice(None))
+
+class _Estimates(NamedTuple):
+    """The own estimate, the sum of all ranks' of the own shard, and whether one has failed."""
+
+    own: Tensor | None
+    total: Tensor | None
+    has_failed: bool
 
 
 class GradientEstimate(ErrorFeedback):
@@ -131,52 +147,66 @@ class GradientEstimate(ErrorFeedback):
     add. So the sum of all estimates, which each owner keeps of its shard, is what the optimizer
     gets: a whole gradient in every step, also for optimizers that are not linear in it. The first
     step is dense. Rounding aside, the owners' sums are those of the ranks' estimates at all times.
+
+    A sum may be too large for its dtype on one owner alone. The flag of the next step lets all
+    ranks know, and the one after is dense.
     """
+
+    num_flags = 1
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size, keeps=True)
         self._total: Tensor | None = None  # of the own shard over all ranks
         self._next: Tensor | None = None  # the same, once what is reduced counts
         self._first: Tensor | None = None  # a gradient that travels whole
-        self._saved: tuple[Tensor | None, Tensor | None] | None = None  # of the last step
-        self._unsent_square = 0.0
+        self._saved: _Estimates | None = None  # of the last step
+        self._has_failed = False  # on some rank the sum of estimates is not finite
+        self._flag_sum = self._unsent_square = 0.0
 
     @property
     def needs_dense(self) -> bool:  # type: ignore[override]
-        """While there is no estimate."""
-        return self._residual is None
+        """While there is no estimate that serves."""
+        return self._residual is None or self._has_failed
+
+    @property
+    def flag(self) -> float:  # type: ignore[override]
+        """Whether the own sum of estimates is not finite."""
+        return float(self._total is not None and not bool(self._total.isfinite().all()))
 
     def add_to(self, data: Tensor) -> None:
         """Subtract the estimate from gradients that are about to be sent; keep whole ones."""
-        if self._residual is None:
+        if self.needs_dense:
             self._first = data.clone()
         else:
+            assert self._residual is not None
             data.sub_(self._residual)
 
-    def complete(self, shard: Tensor) -> None:
+    def complete(self, shard: Tensor, flag: float) -> None:
         """Add the sums of the estimates to the differences'."""
-        if self._total is not None:
+        if self._first is None:
+            assert self._total is not None
             shard.add_(self._total)
-        self._next = shard.clone()
+        self._next, self._flag_sum = shard.clone(), flag
+        self._has_failed |= flag > 0  # also where this step is discarded
 
     def commit(self, data: Tensor, *, is_final: bool) -> bool:
-        """Add what was sent to the estimate; after NaN, which all owners get, begin anew."""
+        """Add what was sent to the estimate; after numbers that are not finite, begin anew."""
         if is_final:
             self._saved = None
         elif self._saved is None:
             kept = None if self._residual is None else self._residual.clone()
-            self._saved = kept, self._total
+            self._saved = _Estimates(kept, self._total, self._has_failed)
         if self._next is None:
             return False
         self._total, self._next = self._next, None
         if self._first is not None:
-            self._residual, self._first = self._first, None
+            self._residual, self._first, self._has_failed = self._first, None, False
             self._sent_square = float(torch.linalg.vector_norm(self._residual)) ** 2
             self._unsent_square = 0.0
         else:
             self._add_sent(data)
         self.owes = True
-        if bool(self._total.isnan().any()):
+        if math.isnan(self._flag_sum):
             saved = self._saved
             self.forget()
             self._saved = saved
@@ -199,7 +229,7 @@ class GradientEstimate(ErrorFeedback):
         """What was sent since the last step does not count."""
         self._reduced = self._next = self._first = None
         if self._saved is not None:
-            (self._residual, self._total), self._saved = self._saved, None
+            (self._residual, self._total, self._has_failed), self._saved = self._saved, None
             self.owes = self._residual is not None
 
     def squares(self) -> tuple[float, float]:
@@ -217,3 +247,10 @@ class GradientEstimate(ErrorFeedback):
         """Begin anew."""
         super().forget()
         self._total = self._next = self._first = self._saved = None
+        self._has_failed = False
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the estimates."""
+        super().rescale(factor)
+        if self._total is not None:
+            self._total.mul_(factor)

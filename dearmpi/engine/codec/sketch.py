@@ -57,7 +57,7 @@ class Outlook(NamedTuple):
 
 
 class SketchReduce(NonzeroReduce):
-    """The sum of gradients. fallbacks: times so far that a sketch could not be decoded."""
+    """The sum of gradients."""
 
     keeps = True
 
@@ -70,7 +70,6 @@ class SketchReduce(NonzeroReduce):
         self._index, self._whole_bytes = bucket.index, elements_sent(bucket) * bucket.spec.itemsize
         self._next: Outlook | None = None
         self._certain: Outlook | None = None  # of the last step that counts
-        self.fallbacks = 0
         bucket.keeps_unused = True
 
     @property
@@ -116,8 +115,10 @@ class SketchReduce(NonzeroReduce):
     ) -> Iterator[Request]:
         own, width = collectives.rank, outlook.width
         rows, unit = data.view(self._size, -1), self._unit(outlook)
-        flags = torch.zeros(self._size, self._num_blocks, dtype=torch.uint8, device="cpu")
-        cells = torch.zeros(self._size, NUM_TABLES * width, BLOCK, dtype=torch.int32, device="cpu")
+        held_flags, held_cells = self._take_flags(), self._take_cells(NUM_TABLES * width)
+        flags = held_flags[: self._size * self._num_blocks].view(self._size, -1).zero_()
+        cells = held_cells[: self._size * NUM_TABLES * width * BLOCK].zero_()
+        cells = cells.view(self._size, -1, BLOCK)
         kept: list[tuple[Tensor, Tensor]] = []
         seed = self._index * FAR_APART + outlook.turn
         if can_send:
@@ -156,7 +157,15 @@ class SketchReduce(NonzeroReduce):
             assert sums is not None
             shard = self._feedback.hold(rows, own, _NOTHING)
             self._unpack(sums.double().mul_(unit).to(data.dtype), blocks, shard)
+        self._scratch.give_back(held_flags)
+        self._scratch.give_back(held_cells)
         self._expect(table, int(table[:, 2].max()), turn=outlook.turn + 1)
+
+    def _take_cells(self, num: int) -> Tensor:
+        """Room for ``num`` cells of each shard; scratch memory."""
+        like = torch.empty(0, dtype=torch.int32, device="cpu")
+        held: Tensor = self._scratch.take(like, self._size * num * BLOCK)
+        return held
 
     def _encode(
         self, row: Tensor, flagged: Tensor, sketch: Tensor, *, unit: float, seed: int
@@ -215,6 +224,13 @@ class SketchReduce(NonzeroReduce):
         """Begin anew."""
         self._feedback.forget()
         self._next = self._certain = None
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the residual, and expect larger or smaller numbers."""
+        self._feedback.rescale(factor)
+        if self._next is not None:
+            exponent = self._next.exponent + math.ceil(math.log2(factor))
+            self._next = self._certain = self._next._replace(exponent=exponent)
 
 
 def places_of(blocks: Tensor, width: int, *, seed: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ class SparseReduce(StatelessCodec):
         self.turn = 0
         self._turn_before: int | None = None  # that of the iteration's start, if it has gone on
         self._dense_bytes = elements_sent(bucket) * spec.itemsize
-        self.sparse_bytes = (self._size - 1) * self.num_sent * spec.itemsize
+        self.num_flags = feedback.num_flags
+        self.sparse_bytes = (self._size - 1) * (self.num_sent + self.num_flags) * spec.itemsize
         self._is_dense = False  # the last reduction
 
     @property
@@ -76,8 +77,11 @@ class SparseReduce(StatelessCodec):
         return self.feedback.squares()
 
     @abstractmethod
-    def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
-        """Send parts of ``rows``, the shards, and put the sums into the own one.
+    def reduce(
+        self, rows: Tensor, collectives: Collectives, *, finite: bool
+    ) -> Generator[Request, None, float]:
+        """Send parts of ``rows``, the shards, and put the sums into the own one. Returns the sum of
+        the ranks' flags; 0 where there are none.
 
         ``finite``: whether all numbers are; otherwise NaN travels, so that the owners learn of it
         in this step.
@@ -96,12 +100,17 @@ class SparseReduce(StatelessCodec):
         self.feedback.add_to(data)
         finite = math.isfinite(float(data.sum()))
         if self._is_dense:
+            self.fallbacks += 1
             if not finite:
                 data.fill_(math.nan)
             yield self.algorithm.start_reduce_scatter(data, collectives)
+            # Finite numbers have no sum that is NaN; the own shard may be short, or empty.
+            last = float(data.view(self._size, -1)[collectives.rank, -1])
+            flag = last if math.isnan(last) else 0.0
         else:
-            yield from self.reduce(data.view(self._size, -1), collectives, finite=finite)
-        self.feedback.complete(bucket.gradients.shard)
+            rows = data.view(self._size, -1)
+            flag = yield from self.reduce(rows, collectives, finite=finite)
+        self.feedback.complete(bucket.gradients.shard, flag)
 
     def commit(self, bucket: BucketRuntime, *, is_final: bool) -> None:
         """Keep what was not sent."""
@@ -129,6 +138,10 @@ class SparseReduce(StatelessCodec):
         self.feedback.forget()
         self.turn, self._turn_before = 0, None
 
+    def rescale(self, factor: float) -> None:
+        """As the error feedback does."""
+        self.feedback.rescale(factor)
+
 
 class RandomReduce(SparseReduce):
     """The same elements of each shard, on all ranks, by chance.
@@ -142,26 +155,30 @@ class RandomReduce(SparseReduce):
     def choose(self, turn: int) -> Tensor | slice:
         """The elements of each shard that are sent in step ``turn``, ``num_sent`` or fewer."""
 
-    def reduce(self, rows: Tensor, collectives: Collectives, *, finite: bool) -> Iterator[Request]:
+    def reduce(
+        self, rows: Tensor, collectives: Collectives, *, finite: bool
+    ) -> Generator[Request, None, float]:
         """One short reduce-scatter."""
         chosen, rank = self.choose(self.turn), collectives.rank
-        numel = len(rows) * self.num_sent
+        numel = len(rows) * (self.num_sent + self.num_flags)
         held = self.scratch.take(rows, numel)
         room = held[:numel].view(len(rows), -1)
         if isinstance(chosen, slice):
             num = chosen.stop - chosen.start
             room[:, :num].copy_(rows[:, chosen])
-            room[:, num:].zero_()
         else:
             num = len(chosen)
             torch.index_select(rows, 1, chosen, out=room[:, :num])
+        room[:, num:].fill_(self.feedback.flag)
         if not finite:
             room.fill_(math.nan)
         yield self.algorithm.start_reduce_scatter(room.view(-1), collectives)
         own = self.feedback.hold(rows, rank, (slice(None), chosen))
         sums = room[rank, :num]
         own[chosen] = sums if self.scale == 1.0 else sums.mul_(self.scale)
+        flag = float(room[rank, -1]) if self.num_flags else 0.0
         self.scratch.give_back(held)
+        return flag
 
 
 class RandomBlocks(RandomReduce):

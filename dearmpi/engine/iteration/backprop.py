@@ -169,6 +169,7 @@ class Backprop:
             self._state.joining.announce(True)
         self._state.exchange_replicas()
         self._state.world.begin_backprop()
+        self._pipeline.rescale_unsent()
         active = set()
         stream = self._comm_stream.current()
         quietly = stream is None and not self._polls  # else each has something to be done for it

@@ -140,6 +140,15 @@ class Engine:
         """Another state was loaded: what ranks have not sent does not belong to it."""
         self.pipeline.forget_unsent()
 
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Losses are multiplied by what ``read`` returns, that of the iteration under way too. What
+        it has reduced is not changed any more.
+        """
+        self.state.read_loss_scale = read
+        scale = read()
+        for bucket in self._buckets:
+            bucket.loss_scale = scale
+
     def wait_reduced(self, norm_type: float = 2.0) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients, or something
         that has their norm.

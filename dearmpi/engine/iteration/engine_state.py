@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dearmpi.comm.world import World
@@ -113,6 +113,7 @@ class EngineState:
     num_reduced: times that gradients were, or are being, reduced.
     num_steps: steps before the iteration, also those before its state was saved.
     keeps_gradients: ``param.grad`` serves all reads, and stays after the step.
+    read_loss_scale: by what losses are multiplied from now on; None: by nothing.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class EngineState:
         self.deferred = DeferredBuckets()
         self.num_reduced = self.num_steps = 0
         self.keeps_gradients = False
+        self.read_loss_scale: Callable[[], float] | None = None
         self.iteration = Iteration(stepped=True)
 
     def begin_iteration(self, active: frozenset[int], options: Options | None) -> None:

@@ -53,6 +53,9 @@ class NullEngine:
     def forget_unsent(self) -> None:
         """Nothing is left to send."""
 
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Nothing is left to send."""
+
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Nothing is under way."""
 

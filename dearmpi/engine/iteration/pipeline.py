@@ -161,6 +161,18 @@ class Pipeline:
         for codec in self._codecs.reduce:
             codec.forget()
 
+    def rescale_unsent(self) -> None:
+        """Nothing is under way, and losses may have another scale from now on: what ranks have not
+        sent is to fit the gradients that come.
+        """
+        if self._state.read_loss_scale is None:
+            return
+        scale = self._state.read_loss_scale()
+        for bucket, codec in zip(self._state.buckets, self._codecs.reduce, strict=True):
+            if 0 < scale != bucket.loss_scale and codec.keeps:
+                codec.rescale(scale / bucket.loss_scale)
+                bucket.loss_scale = scale
+
     def close(self) -> None:
         """Give the channels back once they are empty (collective)."""
         self._state.close_channels()

@@ -12,7 +12,6 @@ from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.hooks import ModelHooks
 from dearmpi.engine.iteration.null_engine import NullEngine
-from dearmpi.engine.setup.checks import check_unclaimed, claim, release
 from dearmpi.engine.setup.spec import EngineSpec
 from dearmpi.engine.state.optimizer_state import OptimizerState
 from dearmpi.engine.update.shard_update import UpdateSet, build_updates
@@ -76,7 +75,7 @@ class BuiltEngine:
         """Leave the model alone, with no word to other ranks, which may be elsewhere."""
         if self.hooks is not None:
             self.hooks.remove()
-        release(self.spec.names, self.claimant)
+        self.spec.release(self.claimant)
 
     def without_updates(self) -> BuiltEngine:
         """The same, with nothing that holds the buckets' memory or the state."""
@@ -88,14 +87,14 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
 
     Raises ConfigError for parameters of another engine.
     """
-    check_unclaimed(spec.names)
+    spec.check_unclaimed()
     context = spec.context
     if spec.config.has_buckets(context.world.size):
         built = _build(spec)
     else:
         engine = NullEngine(context.optimizer, context.spans)
         built = BuiltEngine(spec, engine, OptimizerState(context.optimizer, spec.names))
-    claim(spec.names, built.claimant)
+    spec.claim(built.claimant)
     return built
 
 

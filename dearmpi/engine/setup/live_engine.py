@@ -4,6 +4,8 @@ what goes on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.model_buffers import BufferExchange
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.sync.refused_models import refuse_outer_optimizers
+from dearmpi.engine.trace.spans import Traffic
 from dearmpi.plan.data.plan import Plan
 
 
@@ -40,8 +43,9 @@ class LiveEngine:
         left on the model.
         """
         self.context = context
-        self._waited_before_s = 0.0
+        self._waited_before_s, self._fallbacks_before = 0.0, 0
         self._keeps_gradients = False
+        self._read_loss_scale: Callable[[], float] | None = None
         self._channel = ReshardingChannel(context.world)
         spec = make_spec(context, config=config, plan=plan)
         self.built = build_engine(spec)
@@ -60,6 +64,12 @@ class LiveEngine:
     def waited_s(self) -> float:
         """Seconds that forward and backward have waited for communication since the start."""
         return self._waited_before_s + self.built.engine.waited_s
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes of a step, and what they would be without compression."""
+        traffic = self.built.engine.codecs.traffic
+        return replace(traffic, fallbacks=self._fallbacks_before + traffic.fallbacks)
 
     def follows(self, plan: Plan) -> bool:
         """Whether ``plan`` is what is in use already. Raises ConfigError if it does not fit."""
@@ -111,11 +121,19 @@ class LiveEngine:
         migration.deliver(self.built)
         if self._keeps_gradients:
             self.built.engine.keep_gradients()
+        if self._read_loss_scale is not None:
+            self.built.engine.follow_loss_scale(self._read_loss_scale)
 
     def keep_gradients(self) -> None:
         """Serve whatever a script does to ``param.grad``, in later engines too."""
         self.built.engine.keep_gradients()
         self._keeps_gradients = True
+
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """Losses are multiplied by what ``read`` returns, in later engines too."""
+        if read != self._read_loss_scale:
+            self._read_loss_scale = read
+            self.built.engine.follow_loss_scale(read)
 
     def expect_renewal(self) -> None:
         """Open the channel on which state travels then (collective)."""
@@ -207,6 +225,7 @@ class LiveEngine:
         before = self.built.engine
         self.built = self.built.closed()
         self._waited_before_s += before.waited_s
+        self._fallbacks_before += before.codecs.fallbacks
 
 
 class Migration:

@@ -14,7 +14,9 @@ from dearmpi.engine.setup.checks import (
     check_job,
     check_parameters,
     check_unclaimed,
+    claim,
     optimized_parameters,
+    release,
 )
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.setup.optimizer_checks import (
@@ -61,6 +63,18 @@ class EngineSpec:
     def conduct(self) -> Conduct:
         """The stages of a bucket, and the order in which buckets travel."""
         return Conduct(self.schedule, self.config.window, self.config.eager, self.config.gather)
+
+    def check_unclaimed(self) -> None:
+        """Raises ConfigError for parameters of another engine."""
+        check_unclaimed(self.names)
+
+    def claim(self, claimant: object) -> None:
+        """Take the parameters for an engine, for as long as ``claimant`` lives."""
+        claim(self.names, claimant)
+
+    def release(self, claimant: object) -> None:
+        """Leave those parameters that ``claimant`` holds to other engines."""
+        release(self.names, claimant)
 
 
 def make_spec(

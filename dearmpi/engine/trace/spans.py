@@ -162,12 +162,15 @@ class Traffic:
     compression or half precision.
     owed_share: how much of the gradients to be sent in the last step this rank still owes, as a
         share of their squared norm, 0 to 1; None where all was sent, or it is not known.
+    fallbacks: how often so far a bucket has travelled whole, in either direction, since
+        ``compress`` had nothing shorter: too many blocks, no decoding, estimates that began anew.
     """
 
     reduced: int = 0
     gathered: int = 0
     dense: int = 0
     owed_share: float | None = None
+    fallbacks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,9 @@ def _compression_facts(run: RunRecord) -> list[tuple[str, str]]:
     if sent_mb is not None:
         rest = "" if owed is None else f", owes {share_text(owed)}"
         facts.append(("sent", f"{digits(sent_mb)} MB per step{rest}"))
+    fallbacks = [number for _, number in run.history.column(lambda row: row.fallbacks)]
+    if fallbacks and fallbacks[-1]:
+        facts.append(("not compressed", f"{fallbacks[-1]:,.0f} buckets, which travelled whole"))
     window = run.recording.typical()
     if window is not None:
         spans = run.recording.spans[min(run.recording.spans)]

@@ -172,6 +172,7 @@ class HistoryRow:
     communication_s: float | None = None
     sent_mb: float | None = None
     owed_share: float | None = None
+    fallbacks: float | None = None
     rank_step_s: tuple[float, ...] = ()
     rank_wait_s: tuple[float, ...] = ()
     rank_data_s: tuple[float, ...] = ()

@@ -197,6 +197,8 @@ def prepare(
     followed = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
     if settings.sync_every is None:
         optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
+        if scaler is not None and settings.engine().keeps_unsent:
+            optimizer.follow_loss_scale(scaler.get_scale)
     else:
         optimizer = _train_alone(inner, task, world, settings, snapshot=snapshot, state=state)
     with together(world):

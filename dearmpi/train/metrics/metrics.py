@@ -29,7 +29,7 @@ class MetricsRow:
     elapsed_s: seconds since this process began to train.
     grad_norm: norm of the whole gradient before clipping.
     step_s, exposed_s, communication_s: means per step since the row before.
-    sent_mb, owed_share: of rank 0, as ``optimizer.traffic`` gives them for its last step.
+    sent_mb, owed_share, fallbacks: of rank 0, as ``optimizer.traffic`` gives them.
     extra: the task's own metrics by name.
     ranks: every rank's means per step since the row before; in metrics.jsonl only.
     """
@@ -46,6 +46,7 @@ class MetricsRow:
     communication_s: float | None = None
     sent_mb: float | None = None
     owed_share: float | None = None
+    fallbacks: int | None = None
     eval_loss: float | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
     ranks: tuple[RankTimes, ...] = ()
@@ -56,7 +57,7 @@ class MetricsRow:
 
 
 COLUMNS = tuple(f.name for f in fields(MetricsRow) if f.name not in ("extra", "ranks"))
-INTEGERS = ("step", "epoch")
+INTEGERS = ("step", "epoch", "fallbacks")
 _TAKEN = (*COLUMNS, "extra", *LISTS, SUMMARY)
 
 

@@ -66,12 +66,18 @@ class TrainingState:
         """All of them, in order."""
         return (self.optimizer, *self.others)
 
-    def traffic(self) -> tuple[float | None, float | None]:
-        """MB that this rank sends in a step, and the largest ``owed_share``; None if not known."""
-        found = [one.traffic for one in self.optimizers if isinstance(one, Readings)]
-        owed = [one.owed_share for one in found if one.owed_share is not None]
-        sent = sum(one.reduced + one.gathered for one in found)
-        return sent / 1e6 if sent else None, max(owed, default=None)
+    def traffic(self) -> tuple[float | None, float | None, int | None]:
+        """MB that this rank sends in a step, the largest ``owed_share`` and all ``fallbacks``; None
+        if not known, or nothing is compressed.
+        """
+        found = [one for one in self.optimizers if isinstance(one, Readings)]
+        traffic = [one.traffic for one in found]
+        owed = [one.owed_share for one in traffic if one.owed_share is not None]
+        sent = sum(one.reduced + one.gathered for one in traffic)
+        fallbacks = None
+        if any(one.config.compress != "none" for one in found):
+            fallbacks = sum(one.fallbacks for one in traffic)
+        return sent / 1e6 if sent else None, max(owed, default=None), fallbacks
 
     @property
     def world(self) -> World:

@@ -147,7 +147,7 @@ class RunSteps:
         sums = self.meter.lap()
         losses, self._losses = self._losses, []
         num_steps = max(1, sums.num_steps)
-        sent_mb, owed_share = self._state.traffic()
+        sent_mb, owed_share, fallbacks = self._state.traffic()
         return MetricsRow(
             step=self.step,
             epoch=epoch,
@@ -161,6 +161,7 @@ class RunSteps:
             communication_s=sums.communication_s / num_steps,
             sent_mb=sent_mb,
             owed_share=owed_share,
+            fallbacks=fallbacks,
             eval_loss=eval_loss,
             extra=extra or {},
             ranks=self._times.read(),

@@ -37,12 +37,7 @@ class RunSettings(RunChoices):
         self._check_step_schedule()
         self._check_local()
         self.stall_limits()
-        if self.engine().keeps_unsent and self.precision == "fp16":
-            raise ConfigError(
-                f"precision fp16 scales gradients anew in each step, but compress {self.compress} "
-                "sends parts of them in later steps; use precision bf16, or compress int8",
-                code="settings-contradict",
-            )
+        self.engine()
         if self.deterministic and self.reduce_scatter == "auto":
             raise ConfigError(
                 "deterministic needs a fixed reduce_scatter: with auto, timing chooses the "

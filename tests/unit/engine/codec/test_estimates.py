@@ -11,13 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dearmpi
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import Compress
 from dearmpi.engine.bucket import bucket
-from dearmpi.errors import ConfigError
-from tests.codes import raises
 from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import copies, fingerprint
@@ -92,6 +89,8 @@ def test_constant_gradients_are_known_whole_in_the_end(compress: Compress) -> No
             assert norm == pytest.approx(float(mean_of(range(1), 2).norm()), rel=1e-5)
             optimizer.step()
             sent.append(optimizer.traffic.reduced / dense)
+        optimizer.fuse(0.004)
+        assert optimizer.traffic.fallbacks == 2  # those of ``compress_after`` are none
         optimizer.close()
         return sent
 
@@ -145,6 +144,42 @@ def test_after_a_step_with_nan_it_begins_anew(compress: Compress) -> None:
     for number, (norm, estimate) in enumerate(run_ranks(2, rank)):
         assert math.isnan(norm)
         assert torch.equal(estimate, whole_gradients(2, number).flatten())
+
+
+@turns_of(compress=SPARSE, skips=[False, True])
+def test_a_sum_that_overflows_on_one_owner_is_soon_made_anew(
+    compress: Compress, skips: bool
+) -> None:
+    """Each rank's own part of it is finite, so that the other owners cannot know at once."""
+
+    def rank(world: World) -> tuple[list[bool], list[float], Tensor, Tensor]:
+        model, optimizer = start(world, compress=compress)
+        dense, are_finite, sent = optimizer.traffic.dense / 2, [], []
+        for step in range(5):
+            kept = copy.deepcopy(model.state_dict())
+            optimizer.zero_grad()
+            loss = (model.weight * whole_gradients(step, world.rank)).sum()
+            if step == 0:
+                loss = loss + 3e38 * model.weight[3, 7]
+            loss.backward()
+            norm = float(optimizer.clip_grad_norm_(math.inf))
+            are_finite.append(math.isfinite(norm))
+            if step == 0 or are_finite[-1] or not skips:
+                optimizer.step()
+            optimizer.synchronize()
+            if not are_finite[-1]:
+                model.load_state_dict(kept)
+            sent.append(optimizer.traffic.reduced / dense)
+        estimate, total = held(optimizer)
+        optimizer.close()
+        return are_finite, sent, estimate, total
+
+    found = run_ranks(2, rank)
+    summed = torch.stack([estimate for _, _, estimate, _ in found]).sum(0).view(2, -1)
+    for number, (are_finite, sent, _, total) in enumerate(found):
+        assert are_finite == [False, False, True, True, True]
+        assert sent[0] == sent[2] == 1.0 and max(sent[1], sent[3], sent[4]) < 0.3
+        assert torch.equal(total, summed[number][: len(total)])
 
 
 @pytest.mark.parametrize("compress", SPARSE)
@@ -204,15 +239,3 @@ def test_any_optimizer_learns_and_replicas_stay_equal(
     assert found[0][0] == found[1][0]
     dense, sparse = (sum(ends) for ends in zip(*(ends for _, ends in found), strict=True))
     assert sparse < 1.5 * dense + 0.1
-
-
-def test_a_scaler_is_refused() -> None:
-    def rank(world: World) -> None:
-        model, optimizer = start(world, compress="topk")
-        scaler = dearmpi.GradScaler(device="cpu")
-        scaler.scale(model.weight.sum()).backward()
-        with raises(ConfigError, "settings-contradict", "bfloat16"):
-            scaler.step(optimizer)
-        optimizer.close()
-
-    run_ranks(2, rank)

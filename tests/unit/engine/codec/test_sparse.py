@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dearmpi
 from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
@@ -316,12 +315,7 @@ def test_what_cannot_be_sparse_is_refused_with_cures() -> None:
         nesterov = torch.optim.SGD(
             model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
         )
-        optimizer = DistributedOptimizer(nesterov, model, world=world, compress="random-k")
-        scaler = dearmpi.GradScaler(device="cpu")
-        scaler.scale(model(torch.ones(2, 40)).sum()).backward()
-        with raises(ConfigError, "settings-contradict", "bfloat16"):
-            scaler.step(optimizer)
-        optimizer.close()
+        DistributedOptimizer(nesterov, model, world=world, compress="random-k").close()
 
     run_ranks(2, rank)
 

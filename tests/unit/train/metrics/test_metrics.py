@@ -33,7 +33,9 @@ def test_rows_come_back_exactly(tmp_path: Path) -> None:
     rows = [
         MetricsRow(1, 0, loss=0.1 + 0.2, learning_rate=1e-5, samples_per_s=1234.5, step_s=0.25),
         MetricsRow(2, 0, loss=math.inf, exposed_s=0.0, communication_s=1 / 3, elapsed_s=9.0),
-        MetricsRow(3, 1, loss=2.5, eval_loss=7.0, grad_norm=4.0, extra={"accuracy": 0.97}),
+        MetricsRow(
+            3, 1, loss=2.5, eval_loss=7.0, grad_norm=4.0, fallbacks=7, extra={"accuracy": 0.97}
+        ),
     ]
     with MetricsLog(tmp_path, extra=["accuracy"]) as log:
         for row in rows:

@@ -139,11 +139,6 @@ def test_a_device_that_cannot_compute_in_a_precision_is_refused(
         check_precision(torch.device("cpu"), "fp16")
 
 
-def test_fp16_with_gradients_that_are_sent_later_is_refused() -> None:
-    with raises(ConfigError, "settings-contradict", "fp16", "topk"):
-        RunSettings(precision="fp16", compress="topk")
-
-
 def test_fp32_changes_nothing() -> None:
     model, batch = nn.Linear(2, 2), (torch.ones(1, 2),)
     convert_model(model, "fp32")
