@@ -33,6 +33,8 @@ Compress = Literal[
     "sketch",
 ]
 Feedback = Literal["ef14", "ef21", "none"]
+Scope = Literal["bucket", "parameter"]
+Coordinates = Literal["shared", "own"]
 CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
 ProgressMode = Literal["thread", "poll"]
@@ -154,6 +156,11 @@ class EngineConfig:
     error_feedback: of sparse ``compress``, what becomes of the rest: ``ef14`` adds it to the next
         gradient, ``ef21`` sends differences to an estimate, for any optimizer, ``none`` drops it;
         None: ``ef14``.
+    scope: of sparse ``compress``, of what a share is sent: of each ``bucket``'s shards, or of each
+        ``parameter``, so that none waits for larger ones; None: ``bucket``.
+    coordinates: of sparse ``compress``: ``shared``, all ranks send the same elements, or ``own``,
+        each chooses by itself; None: ``own`` with ``topk``, else ``shared``. Shared ones of
+        ``topk`` are the largest of a shard's owner.
     compress_after: so many steps send all as it is, before lossy ``compress`` begins.
     powersgd_rank: of ``compress="powersgd"``, the columns of each factor; None: 4.
     cuda_buffers: how a CUDA device's tensors get to MPI: ``staged`` by pinned host memory,
@@ -237,6 +244,19 @@ class EngineConfig:
         "with a sparse --compress: ef14 adds what was not sent to the next gradient, ef21 sends "
         "differences to an estimate, none drops it; default: ef14",
         choices=get_args(Feedback),
+    )
+    scope: Scope | None = _declare(
+        None,
+        "choice",
+        "with a sparse --compress: of what a part is sent; default: bucket",
+        choices=get_args(Scope),
+    )
+    coordinates: Coordinates | None = _declare(
+        None,
+        "choice",
+        "with a sparse --compress: whether all ranks send the same elements, or each its own; "
+        "default: own with topk, else shared",
+        choices=get_args(Coordinates),
     )
     compress_after: int = _declare(
         0, "integer", "steps that send all as it is before --compress begins", least=0
@@ -356,6 +376,19 @@ class EngineConfig:
                 "which sends all elements; leave error_feedback out, or take one of "
                 f"{', '.join(SPARSE)}",
                 code="setting-without-effect",
+            )
+        for name, chosen in (("scope", self.scope), ("coordinates", self.coordinates)):
+            if chosen is not None and not self.is_sparse:
+                raise ConfigError(
+                    f"{name} is {chosen!r}, but compress is {self.compress!r}, which chooses no "
+                    f"elements; leave {name} out, or take one of {', '.join(SPARSE)}",
+                    code="setting-without-effect",
+                )
+        if self.scope == "parameter" and self.compress == "block-topk":
+            raise ConfigError(
+                "scope is 'parameter', but compress is 'block-topk', whose blocks have elements of "
+                "several parameters; leave scope out, or take compress 'topk'",
+                code="settings-contradict",
             )
         if self.compress_after < 0:
             raise ConfigError(
@@ -491,6 +524,17 @@ class EngineConfig:
         return (self.density or DEFAULT_DENSITY) if self.is_sparse else None
 
     @property
+    def sent_coordinates(self) -> Coordinates:
+        """Whether ranks send the same elements of sparse gradients, or each its own."""
+        return self.coordinates or ("own" if self.compress == "topk" else "shared")
+
+    @property
+    def has_usual_coordinates(self) -> bool:
+        """Whether ``scope`` and ``coordinates`` are what their defaults mean."""
+        is_own = self.compress == "topk"
+        return self.scope != "parameter" and (self.sent_coordinates == "own") == is_own
+
+    @property
     def counts_steps(self) -> bool:
         """Whether what travels depends on the number of steps taken."""
         return self.compress_after > 0 or self.error_feedback == "none"
@@ -547,6 +591,8 @@ class EngineSettings(TypedDict, total=False):
     compress: Compress
     density: float | None
     error_feedback: Feedback | None
+    scope: Scope | None
+    coordinates: Coordinates | None
     compress_after: int
     powersgd_rank: int | None
     cuda_buffers: CudaBuffers

@@ -32,7 +32,14 @@ OTHER_VALUES: dict[str, Any] = {
     "buffers": "average",
     "shards": "even",
 }
-OF_COMPRESS = ("density", "error_feedback", "compress_after", "powersgd_rank")  # of no effect alone
+OF_COMPRESS = (  # of no effect alone
+    "density",
+    "error_feedback",
+    "scope",
+    "coordinates",
+    "compress_after",
+    "powersgd_rank",
+)
 
 
 def test_no_argument_is_dropped(world: World) -> None:

@@ -16,10 +16,10 @@ from dearmpi.engine.codec.codec import (
     dense_codecs,
     elements_sent,
 )
-from dearmpi.engine.codec.largest import sparse_reduce
 from dearmpi.engine.codec.powersgd import power_codecs
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
 from dearmpi.engine.codec.sketch import exact_codecs
+from dearmpi.engine.codec.sparse_choice import sparse_reduce
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.plan.model.codec_cost import CodecCost
 

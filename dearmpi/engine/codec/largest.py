@@ -8,7 +8,7 @@ backprop, and needs no all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
 import torch
 from torch import Tensor
@@ -16,18 +16,17 @@ from torch import Tensor
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Collectives, Request
-from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.residual import ErrorFeedback, GradientEstimate
-from dearmpi.engine.codec.sparse import FAR_APART, RandomBlocks, RandomElements, SparseReduce
+from dearmpi.engine.codec.residual import ErrorFeedback
+from dearmpi.engine.codec.sparse import FAR_APART, SparseReduce
 
 _PIECE = 1 << 16  # elements at once: their magnitudes stay in a core's cache
-_ALIGNMENT = 64  # bytes
-_INDEX_BYTES = 4
+ALIGNMENT = 64  # bytes
+INDEX_BYTES = 4
 _MOST_CANDIDATES = 6  # times those wanted; beyond, a threshold is looked for anew
-_LOWERED = 0.85  # of the last step's threshold, so that enough elements lie above it
+LOWERED = 0.85  # of the last step's threshold, so that enough elements lie above it
 _SAMPLE, _HITS = 4096, 64  # elements of a sample at least, and how many above its threshold
-_BLOCK = 1024  # elements at most
+BLOCK = 1024  # elements at most
 _NUM_PROJECTIONS = 2
 
 
@@ -52,8 +51,8 @@ class TopElements(SparseReduce):
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
         spec = bucket.spec
         self._num_values = self.num_sent + self.num_flags
-        unaligned = self._num_values * spec.itemsize + self.num_sent * _INDEX_BYTES
-        self._num_bytes = -(-unaligned // _ALIGNMENT) * _ALIGNMENT  # of a message
+        unaligned = self._num_values * spec.itemsize + self.num_sent * INDEX_BYTES
+        self._num_bytes = -(-unaligned // ALIGNMENT) * ALIGNMENT  # of a message
         self._thresholds = [0.0] * spec.world_size
         self.sparse_bytes = (spec.world_size - 1) * self._num_bytes
 
@@ -94,12 +93,12 @@ class TopElements(SparseReduce):
     def _parts(self, message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Values with the flag behind them, and the places in the shard as int32."""
         end = self._num_values * dtype.itemsize
-        indexes = message[end : end + self.num_sent * _INDEX_BYTES]
+        indexes = message[end : end + self.num_sent * INDEX_BYTES]
         return message[:end].view(dtype), indexes.view(torch.int32)
 
     def _choose(self, row: Tensor, rank: int) -> Tensor:
         places, least = largest(row, self.num_sent, self._thresholds[rank])
-        self._thresholds[rank] = _LOWERED * least
+        self._thresholds[rank] = LOWERED * least
         return places
 
 
@@ -165,7 +164,7 @@ class TopBlocks(SparseReduce):
     ) -> None:
         """As ``SparseReduce``."""
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
-        num = math.ceil(self.num_sent / _BLOCK)
+        num = math.ceil(self.num_sent / BLOCK)
         self._block = math.ceil(self.num_sent / num)
         # The last block reaches back over the one before where the shard's length asks for it.
         firsts = range(0, self.numel, self._block)
@@ -173,7 +172,7 @@ class TopBlocks(SparseReduce):
         self._starts = torch.tensor([min(one, self.numel - self._block) for one in firsts])
         spec, width = bucket.spec, bucket.spec.itemsize
         each = len(firsts) * _NUM_PROJECTIONS * width
-        each += self._num_chosen * (_INDEX_BYTES + self._block * width) + self.num_flags * width
+        each += self._num_chosen * (INDEX_BYTES + self._block * width) + self.num_flags * width
         self.sparse_bytes = (spec.world_size - 1) * each
 
     def reduce(
@@ -223,25 +222,3 @@ class TopBlocks(SparseReduce):
             if num_whole < len(sums):
                 sums[-1] = row[-self._block :] @ weights
         return projected
-
-
-_SPARSE: Mapping[str, type[SparseReduce]] = {
-    "random-block": RandomBlocks,
-    "random-k": RandomElements,
-    "topk": TopElements,
-    "block-topk": TopBlocks,
-}
-
-
-def sparse_reduce(
-    bucket: BucketRuntime, algorithms: CollectiveAlgorithms, scratch: Scratch, config: EngineConfig
-) -> SparseReduce:
-    """The sparse codec that ``config.compress`` names."""
-    size, choice = bucket.spec.world_size, config.error_feedback
-    feedback = ErrorFeedback(size, keeps=choice != "none")
-    bucket.keeps_unused = choice != "ef21"
-    if choice == "ef21":
-        feedback = GradientEstimate(size)
-    density = config.density or DEFAULT_DENSITY
-    kind = _SPARSE[config.compress]
-    return kind(bucket, algorithms, scratch, density=density, feedback=feedback)

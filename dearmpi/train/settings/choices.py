@@ -10,12 +10,14 @@ from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.config import (
     CommDtype,
     Compress,
+    Coordinates,
     CudaBuffers,
     Feedback,
     Gather,
     ProgressMode,
     ReduceScatter,
     ScheduleName,
+    Scope,
     Shards,
     UpdateOn,
     engine_setting,
@@ -222,6 +224,8 @@ class RunChoices:
     compress: Compress = _of_engine("compress")
     density: float | None = _of_engine("density")
     error_feedback: Feedback | None = _of_engine("error_feedback")
+    scope: Scope | None = _of_engine("scope")
+    coordinates: Coordinates | None = _of_engine("coordinates")
     compress_after: int = _of_engine("compress_after")
     powersgd_rank: int | None = _of_engine("powersgd_rank")
     cuda_buffers: CudaBuffers = _of_engine("cuda_buffers")

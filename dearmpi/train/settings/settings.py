@@ -161,6 +161,8 @@ class RunSettings(RunChoices):
             compress=self.compress,
             density=self.density,
             error_feedback=self.error_feedback,
+            scope=self.scope,
+            coordinates=self.coordinates,
             compress_after=self.compress_after,
             powersgd_rank=self.powersgd_rank,
             cuda_buffers=self.cuda_buffers,

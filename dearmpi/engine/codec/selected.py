@@ -1,0 +1,351 @@
+"""Sparse codecs for choices of coordinates other than the usual ones of a kind.
+
+Three settings of "Sparse Communication for Training Deep Networks" (arXiv 2009.09271): whether all
+ranks send the same coordinates (added up as a short bucket) or each its own (exchanged, and added
+by their owner), and whether a share of each shard is sent or of each parameter. Largest elements
+that all ranks send are those of the shard's owner, who alone tells the others.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.scratch import Scratch
+from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.config import Scope
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.codec.largest import ALIGNMENT, BLOCK, INDEX_BYTES, LOWERED, largest
+from dearmpi.engine.codec.residual import ErrorFeedback
+from dearmpi.engine.codec.sparse import SparseReduce
+
+_ALL_RANKS = -1  # in place of a rank, where all choose alike
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``start`` to ``stop`` of a shard, of which ``num`` are sent in a step."""
+
+    start: int
+    stop: int
+    num: int
+
+
+def segments_of(bucket: BucketRuntime, *, density: float, scope: Scope) -> list[list[Segment]]:
+    """By shard, in order: the shard, or what it has of each parameter."""
+    spec = bucket.spec
+    if scope == "bucket":
+        length = spec.largest_shard
+        return [[Segment(0, length, math.ceil(density * length))] for _ in range(spec.world_size)]
+    shards = []
+    for rank in range(spec.world_size):
+        first, last = spec.shard_range(rank)
+        bounds = [(max(p.start, first), min(p.stop, last)) for p in spec.placements]
+        shards.append(
+            [
+                Segment(start - first, stop - first, math.ceil(density * (stop - start)))
+                for start, stop in bounds
+                if start < stop
+            ]
+        )
+    return shards
+
+
+class Selector(ABC):
+    """Chooses coordinates of a shard, in whole blocks.
+
+    block: elements of one. is_told: whether what is chosen has to travel, since it does not follow
+    from the step. num: blocks of each shard; what a shard has fewer repeats its last one.
+    """
+
+    block = 1
+    is_told = True
+
+    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
+        """``index``: of the bucket."""
+        self.index, self.shards = index, shards
+        self.num = max(1, *(sum(one.num for one in shard) for shard in shards))
+
+    def choose(self, row: Tensor, shard: int, *, rank: int, turn: int) -> Tensor:
+        """First elements of the blocks that ``rank`` sends of its ``row`` for ``shard`` in step
+        ``turn``; ascending, [num].
+        """
+        parts = [
+            one.start + self.choose_in(row[one.start : one.stop], one, (shard, number, rank), turn)
+            for number, one in enumerate(self.shards[shard])
+        ]
+        chosen = torch.cat([*parts, torch.zeros(int(not parts), dtype=torch.int64, device="cpu")])
+        return torch.cat([chosen, chosen[-1:].expand(self.num - len(chosen))])
+
+    @abstractmethod
+    def choose_in(
+        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
+    ) -> Tensor:
+        """The same within one segment, of which no other has the ``key``."""
+
+    def weights(self, shard: int) -> Tensor | float:
+        """By what to multiply sums, so that their mean over many steps is right; [num]."""
+        return 1.0
+
+
+class LargestElements(Selector):
+    """The largest magnitudes."""
+
+    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
+        super().__init__(index, shards)
+        self._thresholds: dict[tuple[int, int, int], float] = {}
+
+    def choose_in(
+        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
+    ) -> Tensor:
+        """As ``largest`` does."""
+        places, least = largest(values, segment.num, self._thresholds.get(key, 0.0))
+        self._thresholds[key] = LOWERED * least
+        return places
+
+
+class HeaviestBlocks(Selector):
+    """The blocks of the largest norms; for whole shards."""
+
+    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
+        whole = shards[0][0]
+        num = math.ceil(whole.num / BLOCK)
+        self.block = math.ceil(whole.num / num)
+        self._length = whole.stop
+        num = min(num, math.ceil(self._length / self.block))
+        super().__init__(index, [[Segment(0, self._length, num)] for _ in shards])
+
+    def choose_in(
+        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
+    ) -> Tensor:
+        """The last block reaches back over the one before where the length asks for it."""
+        padded = -(-self._length // self.block) * self.block
+        blocks = torch.nn.functional.pad(values, (0, padded - self._length)).view(-1, self.block)
+        chosen = blocks.square().sum(1).topk(segment.num).indices.sort().values
+        return (chosen * self.block).clamp_(max=self._length - self.block)
+
+
+class DrawnElements(Selector):
+    """One element of each of equal stretches of a segment, by chance. scales: their sums."""
+
+    is_told = False
+
+    def __init__(self, index: int, shards: Sequence[Sequence[Segment]], *, scales: bool) -> None:
+        super().__init__(index, shards)
+        self._scales = scales
+
+    def choose_in(
+        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
+    ) -> Tensor:
+        """By a seed of the step."""
+        seed = random.Random(f"{self.index} {key} {turn}").getrandbits(62)
+        generator = torch.Generator().manual_seed(seed)
+        length = segment.stop - segment.start
+        bounds = torch.arange(segment.num + 1, device="cpu") * length // segment.num
+        first, width = bounds[:-1], bounds.diff()
+        drawn = torch.rand(segment.num, generator=generator, dtype=torch.float64, device="cpu")
+        return first + (drawn * width).long()
+
+    def weights(self, shard: int) -> Tensor | float:
+        """How many elements there are for each that is sent."""
+        if not self._scales:
+            return 1.0
+        found = [one for one in self.shards[shard] for _ in range(one.num)]
+        parts = [(one.stop - one.start) / one.num for one in found]
+        parts += [1.0] * (self.num - len(parts))
+        return torch.tensor(parts, dtype=torch.float32, device="cpu")
+
+
+class BlocksInTurn(Selector):
+    """A stretch of each segment in turn, in an order that is drawn anew once all had theirs."""
+
+    is_told = False
+
+    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
+        super().__init__(index, shards)
+        self._orders: dict[tuple[int, int, int], tuple[int, list[int]]] = {}
+
+    def choose_in(
+        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
+    ) -> Tensor:
+        """By a seed of the sweep; the last stretch may be shorter."""
+        length = segment.stop - segment.start
+        num = math.ceil(length / segment.num)
+        sweep, place = divmod(turn, num)
+        if self._orders.get(key, (-1, []))[0] != sweep:
+            order = list(range(num))
+            random.Random(f"{self.index} {key} {sweep}").shuffle(order)
+            self._orders[key] = sweep, order
+        start = self._orders[key][1][place] * segment.num
+        return torch.arange(start, min(start + segment.num, length), device="cpu")
+
+
+class SelectedReduce(SparseReduce):
+    """The sum of what a selector chooses."""
+
+    def __init__(
+        self,
+        bucket: BucketRuntime,
+        algorithms: CollectiveAlgorithms,
+        scratch: Scratch,
+        *,
+        density: float,
+        feedback: ErrorFeedback,
+        selector: Selector,
+    ) -> None:
+        """As ``SparseReduce``."""
+        super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
+        self.selector, self.num_sent = selector, selector.num * selector.block
+        self._num_values = self.num_sent + self.num_flags
+        self._index_bytes = selector.num * INDEX_BYTES if selector.is_told else 0
+        each = self._num_values * bucket.spec.itemsize + self._index_bytes
+        self.sparse_bytes = (self._size - 1) * each
+
+    def choose(self, rows: Tensor, *, rank: int, finite: bool) -> Tensor:
+        """Blocks by shard, [size, num]."""
+        if not finite and self.selector.is_told:
+            return torch.zeros(len(rows), self.selector.num, dtype=torch.int64, device="cpu")
+        chosen = [
+            self.selector.choose(row, shard, rank=rank, turn=self.turn)
+            for shard, row in enumerate(rows)
+        ]
+        return torch.stack(chosen)
+
+    def elements(self, blocks: Tensor) -> Tensor:
+        """Of blocks, whose first ones are given, [..., num] to [..., num_sent]."""
+        within = torch.arange(self.selector.block, device="cpu")
+        return (blocks[..., None] + within).flatten(-2)
+
+
+class SharedReduce(SelectedReduce):
+    """All ranks send the same elements, which are added up as a short bucket."""
+
+    def reduce(
+        self, rows: Tensor, collectives: Collectives, *, finite: bool
+    ) -> Generator[Request, None, float]:
+        """Gather the owners' choices, unless they follow from the step; reduce what is chosen."""
+        size, own = len(rows), collectives.rank
+        if self.selector.is_told:
+            to_values = collectives.reserve()
+            choices = torch.zeros(size, self.selector.num, dtype=torch.int32, device="cpu")
+            if finite:
+                choices[own] = self.selector.choose(rows[own], own, rank=own, turn=self.turn)
+            yield collectives.start_all_gather(choices.view(-1), "ring")
+            places = self.elements(choices.long())
+        else:
+            places = self.elements(self.choose(rows, rank=_ALL_RANKS, finite=finite))
+        held = self.scratch.take(rows, size * self._num_values)
+        room = held[: size * self._num_values].view(size, -1)
+        torch.gather(rows, 1, places, out=room[:, : self.num_sent])
+        room[:, self.num_sent :] = self.feedback.flag
+        if not finite:
+            room.fill_(math.nan)
+        if self.selector.is_told:
+            with to_values:
+                request = self.algorithm.start_reduce_scatter(room.view(-1), collectives)
+            yield request
+        else:
+            yield self.algorithm.start_reduce_scatter(room.view(-1), collectives)
+        total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
+        total[places[own]] = room[own, : self.num_sent] * self.selector.weights(own)
+        flag = float(room[own, self.num_sent :].sum())
+        self.scratch.give_back(held)
+        return flag
+
+
+class OwnReduce(SelectedReduce):
+    """Each rank sends elements of its own, which their owner adds in the order of ranks."""
+
+    def __init__(
+        self,
+        bucket: BucketRuntime,
+        algorithms: CollectiveAlgorithms,
+        scratch: Scratch,
+        *,
+        density: float,
+        feedback: ErrorFeedback,
+        selector: Selector,
+    ) -> None:
+        """As ``SparseReduce``."""
+        super().__init__(
+            bucket, algorithms, scratch, density=density, feedback=feedback, selector=selector
+        )
+        self._value_bytes = self._num_values * bucket.spec.itemsize
+        unaligned = self._value_bytes + self._index_bytes
+        self._num_bytes = -(-unaligned // ALIGNMENT) * ALIGNMENT
+        self.sparse_bytes = (self._size - 1) * self._num_bytes
+
+    def reduce(
+        self, rows: Tensor, collectives: Collectives, *, finite: bool
+    ) -> Generator[Request, None, float]:
+        """Encode and exchange at once; add when the parts have come."""
+        size, each, own = len(rows), self._num_bytes, collectives.rank
+        message = torch.empty(0, dtype=torch.uint8, device="cpu")
+        held = [self.scratch.take(message, size * each) for _ in range(2)]
+        sent, arrived = (buffer[: size * each].view(size, -1) for buffer in held)
+        blocks = self.choose(rows, rank=own, finite=finite)
+        places, own_flag = self.elements(blocks), self.feedback.flag
+        for row, chosen, first, part in zip(rows, places, blocks, sent, strict=True):
+            values = self._values(part, rows.dtype)
+            if finite:
+                torch.index_select(row, 0, chosen, out=values[: self.num_sent])
+                values[: self.num_sent][_repeats(chosen)] = 0.0
+                values[self.num_sent :] = own_flag
+            else:
+                values.fill_(math.nan)
+            if self.selector.is_told:
+                self._indexes(part).copy_(first)
+        yield collectives.start_exchange(sent.view(-1), arrived.view(-1))
+        arrived[own] = sent[own]
+        total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
+        flag, weights = 0.0, self.selector.weights(own)
+        for rank, part in enumerate(arrived):
+            if self.selector.is_told:
+                chosen = self._indexes(part).long()
+            else:
+                chosen = self.selector.choose(total, own, rank=rank, turn=self.turn)
+            values = self._values(part, rows.dtype)
+            total.index_add_(0, self.elements(chosen), values[: self.num_sent] * weights)
+            flag += float(values[self.num_sent :].sum())
+        for buffer in held:
+            self.scratch.give_back(buffer)
+        return flag
+
+    def _values(self, message: Tensor, dtype: torch.dtype) -> Tensor:
+        """With the flag behind them."""
+        return message[: self._value_bytes].view(dtype)
+
+    def _indexes(self, message: Tensor) -> Tensor:
+        """Of blocks, as int32."""
+        end = self._value_bytes + self._index_bytes
+        return message[self._value_bytes : end].view(torch.int32)
+
+
+def _repeats(places: Tensor) -> Tensor:
+    """Flags of those that have come before among ascending ``places``, some of which step back."""
+    flags = torch.zeros(len(places), dtype=torch.bool, device="cpu")
+    flags[1:] = places[1:] <= places.cummax(0).values[:-1]
+    return flags
+
+
+_SELECTORS: Mapping[str, type[Selector]] = {
+    "random-block": BlocksInTurn,
+    "topk": LargestElements,
+    "block-topk": HeaviestBlocks,
+}
+
+
+def selector_of(
+    kind: str, index: int, shards: Sequence[Sequence[Segment]], *, scales: bool
+) -> Selector:
+    """By the name of the kind; ``scales``: sums of ``random-k``, where nothing is kept."""
+    if kind == "random-k":
+        return DrawnElements(index, shards, scales=scales)
+    return _SELECTORS[kind](index, shards)

@@ -1,0 +1,42 @@
+"""Which sparse codec reduces a bucket, by kind, coordinates and scope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.scratch import Scratch
+from dearmpi.config import DEFAULT_DENSITY, EngineConfig
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.codec.largest import TopBlocks, TopElements
+from dearmpi.engine.codec.residual import ErrorFeedback, GradientEstimate
+from dearmpi.engine.codec.selected import OwnReduce, SharedReduce, segments_of, selector_of
+from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements, SparseReduce
+
+_USUAL: Mapping[str, type[SparseReduce]] = {
+    "random-block": RandomBlocks,
+    "random-k": RandomElements,
+    "topk": TopElements,
+    "block-topk": TopBlocks,
+}
+
+
+def sparse_reduce(
+    bucket: BucketRuntime, algorithms: CollectiveAlgorithms, scratch: Scratch, config: EngineConfig
+) -> SparseReduce:
+    """The sparse codec that ``config`` names."""
+    size, choice = bucket.spec.world_size, config.error_feedback
+    feedback = ErrorFeedback(size, keeps=choice != "none")
+    bucket.keeps_unused = choice != "ef21"
+    if choice == "ef21":
+        feedback = GradientEstimate(size)
+    density, kind = config.density or DEFAULT_DENSITY, config.compress
+    if config.has_usual_coordinates:
+        usual = _USUAL[kind]
+        return usual(bucket, algorithms, scratch, density=density, feedback=feedback)
+    shards = segments_of(bucket, density=density, scope=config.scope or "bucket")
+    selector = selector_of(kind, bucket.index, shards, scales=not feedback.keeps)
+    carrier = OwnReduce if config.sent_coordinates == "own" else SharedReduce
+    return carrier(
+        bucket, algorithms, scratch, density=density, feedback=feedback, selector=selector
+    )

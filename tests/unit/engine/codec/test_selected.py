@@ -1,0 +1,128 @@
+"""Coordinates of sparse gradients: shared or own, of each shard or of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dearmpi import DistributedOptimizer, EngineConfig
+from dearmpi.comm.world import World
+from dearmpi.config import Compress
+from dearmpi.engine.bucket import bucket
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import Arena
+from dearmpi.engine.codec.selected import Segment, segments_of, selector_of
+from dearmpi.errors import ConfigError
+from dearmpi.plan.data.layout import build_layout, spec_of
+from tests.codes import raises
+from tests.combinations import turns_of
+from tests.fakes.ranks import run_ranks
+from tests.mpi.oracle import copies
+from tests.unit.engine.codec.test_estimates import held
+from tests.unit.engine.codec.test_sparse import mean_of, owed_and_done, train_on_whole_numbers
+from tests.unit.engine.test_compress import make_wide_model, regress
+
+WAYS: list[dict[str, Any]] = [
+    {"compress": "topk", "coordinates": "shared"},
+    {"compress": "random-k", "coordinates": "own", "scope": "parameter"},
+    {"compress": "block-topk", "coordinates": "own"},
+    {"compress": "random-block", "coordinates": "own"},
+    {"compress": "topk", "scope": "parameter"},
+    {"compress": "random-block", "scope": "parameter"},
+    {"compress": "random-k", "scope": "parameter"},
+    {"compress": "topk", "coordinates": "shared", "scope": "parameter"},
+    {"compress": "random-block", "coordinates": "own", "scope": "parameter"},
+    {"compress": "random-k", "coordinates": "own"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets_count(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bucket, "_LEAST_COMPRESSED", 1)
+    yield
+
+
+@turns_of(way=WAYS, density=[0.1, 1.0, 0.3], size=[2, 4])
+def test_no_part_of_a_gradient_is_lost(way: dict[str, Any], density: float, size: int) -> None:
+    """Whole numbers over a power of two are exact, so that the sum is."""
+
+    def rank(world: World) -> Any:
+        return train_on_whole_numbers(world, range(9), density=density, **way)
+
+    for model, state in run_ranks(size, rank):
+        assert torch.equal(owed_and_done(state), -mean_of(range(9), size))
+        assert len(model) == 1
+
+
+@turns_of(way=WAYS)
+def test_replicas_are_equal_learn_and_send_what_is_said(way: dict[str, Any]) -> None:
+    """By estimates of gradients, of which owners have the sum."""
+
+    def rank(world: World) -> tuple[dict[str, Tensor], Tensor, Tensor, float, list[float]]:
+        model = make_wide_model()
+        optimizer = DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.005),
+            model,
+            world=world,
+            density=0.3,
+            error_feedback="ef21",
+            **way,
+        )
+        losses = regress(model, optimizer, world, steps=40)
+        estimate, total = held(optimizer)
+        traffic = optimizer.traffic
+        optimizer.close()
+        return copies(model), estimate, total, traffic.reduced / traffic.dense * 2, losses
+
+    found = run_ranks(2, rank)
+    summed = torch.stack([estimate for _, estimate, *_ in found]).sum(0).view(2, -1)
+    for number, (model, _, total, sent, losses) in enumerate(found):
+        assert all(torch.equal(value, found[0][0][name]) for name, value in model.items())
+        torch.testing.assert_close(total, summed[number][: len(total)], rtol=1e-4, atol=1e-5)
+        assert 0.3 <= sent < 0.7 and sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("kind", ["random-block", "random-k", "topk"])
+def test_each_parameter_has_its_share(kind: Compress) -> None:
+    params = [nn.Parameter(torch.zeros(num)) for num in (16, 96, 32, 57)]
+    specs = [spec_of(param, str(slot)) for slot, param in enumerate(params)]
+    layout = build_layout([specs], 2)
+    runtime = BucketRuntime(
+        layout.buckets[0], params, rank=0, gradients=Arena(layout), parameters=Arena(layout)
+    )
+    shards = segments_of(runtime, density=0.1, scope="parameter")
+    assert shards == [
+        [Segment(0, 16, 2), Segment(16, 101, 9)],
+        [Segment(0, 11, 2), Segment(11, 43, 4), Segment(43, 100, 6)],
+    ]
+    selector = selector_of(kind, 0, shards, scales=True)
+    rows = torch.randn(2, 101, generator=torch.Generator().manual_seed(0))
+    for shard, row in enumerate(rows):
+        seen: set[int] = set()
+        for turn in range(12):
+            chosen = selector.choose(row, shard, rank=0, turn=turn)
+            assert len(chosen) == 12 and bool((chosen.diff() >= 0).all())
+            places = set(chosen.tolist())
+            seen |= places
+            for one in shards[shard]:
+                num = len(places & set(range(one.start, one.stop)))
+                assert 0 < num <= one.num and (num == one.num or kind == "random-block")
+        assert kind != "random-block" or seen == set(range(shards[shard][-1].stop))
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"scope": "bucket"}, "setting-without-effect"),
+        ({"compress": "int8", "coordinates": "own"}, "setting-without-effect"),
+        ({"compress": "block-topk", "scope": "parameter"}, "settings-contradict"),
+        ({"compress": "topk", "scope": "model"}, "unknown-choice"),
+    ],
+)
+def test_what_means_nothing_is_refused(settings: dict[str, Any], code: str) -> None:
+    with raises(ConfigError, code):
+        EngineConfig(**settings)
