@@ -107,7 +107,7 @@ object-not-read
     Install the same modules in the same versions on every host.
 # engine
 read-of-stale-parameter
-    A module read a parameter that was still being gathered, through a reference that does not wait.
+    A forward read a parameter that was perhaps still being gathered, past its module.
     Read the parameter as an attribute of its module, or call `optimizer.synchronize()` first.
 join-misused
     `join()` was nested, left before `step()`, or used with what a rank without batches cannot do.

@@ -31,6 +31,16 @@ read_before_step = Misuse(
     code="parameters-read-too-early",
 )
 
+# A gradient of values that may be a step old, or of an older graph that saved no parameter.
+computed_unread = Misuse(
+    "a gradient of parameter {name} has come, but nothing has read {name} through the model since "
+    "the last step, so that the forward may have used values of before it. This happens with what "
+    "torch.jit, torch.fx or torch.export made of the model, another module with the same "
+    "parameter, parameters kept from before the loop, or a graph from before the step. Call "
+    "optimizer.synchronize() after step(), or read the parameter as an attribute of its module",
+    code="read-of-stale-parameter",
+)
+
 # The parameters are NaN on purpose.
 read_in_step = Misuse(
     "a signal handler or a finalizer reads parameters in the middle of step(), where "

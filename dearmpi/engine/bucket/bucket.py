@@ -72,6 +72,8 @@ class BucketRuntime:
     tracker: which of its gradients have come.
     unread: no reader has waited for the parameters since they were last pending. A compiled graph
         holds only while all parameters that it reads are read.
+    unread_slots: while it is ``unread``, parameters that were read before, and whose gradients have
+        not come since: a graph from before may bring them.
     unguarded: a reader of the parameters may not wait: a compiled graph, or a module that has taken
         one over. So ``step`` waits.
     mark: on a device, the event for which the stream of a reader waits; None once it has passed.
@@ -115,6 +117,7 @@ class BucketRuntime:
         self.keeps_unused = False
         self.loss_scale = 1.0
         self.pending = self.unread = False
+        self.unread_slots: frozenset[int] = frozenset()
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
         self.tracker = GradTracker(spec.names, quiet=quiet)
@@ -332,7 +335,9 @@ class BucketRuntime:
         Updates write past torch's count of changes, which a view in ``param.data`` does not share.
         """
         changed: Sequence[nn.Parameter] = self.params
-        if missing := self.tracker.missing:
+        missing = self.tracker.missing
+        self.unread_slots = self.unread_slots & missing if self.unread else missing
+        if missing:
             changed = [param for slot, param in enumerate(changed) if slot not in missing]
         torch.autograd.graph.increment_version(changed)
 

@@ -72,6 +72,8 @@ class Backprop:
             bucket.collect_gradients()
         if bucket.tracker.states[slot] not in PENDING_STATES:
             self._await_gradient(bucket, slot)
+        if bucket.unread and slot not in bucket.unread_slots:
+            raise usage_errors.computed_unread(bucket.spec.names[slot])
         stream = self._comm_stream.current()
         if stream != bucket.held_on:
             self._store_held(bucket)
@@ -177,7 +179,7 @@ class Backprop:
             bucket.check_storage()
             bucket.held_on = stream
             bucket.streams = {stream}
-            if bucket.expect_gradients(quietly=quietly):
+            if bucket.expect_gradients(quietly=quietly and not bucket.unread):
                 active.add(bucket.index)
         options = self._options.read() if self._eager and not exhausted else None
         self._state.begin_iteration(frozenset(active), options)
@@ -189,6 +191,8 @@ class Backprop:
     def _keep_gradient(self, bucket: BucketRuntime, slot: int) -> None:
         if not self._state.iteration.stepped:
             raise usage_errors.unsynchronized_last()
+        if bucket.unread and slot not in bucket.unread_slots:
+            raise usage_errors.computed_unread(bucket.spec.names[slot])
         self._waiting.pre_forward((bucket,))
         bucket.keep_gradient(slot)
 

@@ -80,8 +80,8 @@ class Pipeline:
 
     def invalidate_params(self, bucket: BucketRuntime) -> None:
         """The next update of ``bucket``, which cannot have begun, will change its parameters."""
-        bucket.pending = bucket.unread = True
         bucket.invalidate_params()
+        bucket.pending = bucket.unread = True
         if self.fills_nan:
             bucket.fill_nan()  # now, since afterwards a gather may already bring new ones
             self._state.comm_stream.wait_for_current()

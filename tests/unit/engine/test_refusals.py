@@ -11,7 +11,7 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.config import ScheduleName
+from dearmpi.config import Gather, ScheduleName
 from dearmpi.errors import ConfigError, UsageError
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
@@ -227,6 +227,58 @@ def test_a_backprop_through_a_graph_from_before_the_step_is_torchs_error(
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             other.backward()
         optimizer.close()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_forward_past_the_modules_is_refused_unless_it_is_synchronized(
+    gather: Gather, eager: bool
+) -> None:
+    """As that of a traced model, which calls no hook: it may use values of before the step."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(4, 3)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model,
+            world=world,
+            gather=gather,
+            eager=eager,
+        )
+        weight, bias = model.weight, model.bias
+
+        def step() -> None:
+            optimizer.zero_grad()
+            nn.functional.linear(torch.ones(2, 4), weight, bias).sum().backward()
+            optimizer.step()
+
+        step()
+        optimizer.synchronize()
+        step()
+        assert torch.equal(model.bias, bias) and torch.equal(model.weight, weight)
+        step()  # has been read
+        with raises(UsageError, "read-of-stale-parameter", "optimizer.synchronize()"):
+            step()
+
+    run_ranks(2, rank)
+
+
+def test_a_graph_that_was_not_used_before_the_step_is_no_reading_of_old_values() -> None:
+    def rank(world: World) -> None:
+        heads = [nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)]
+        model = nn.ModuleList(heads)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model, world=world
+        )
+        before = [head.weight.clone() for head in heads]
+        for loss in [head(torch.ones(1, 2)).sum() for head in heads]:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for head, old in zip(heads, before, strict=True):
+            assert torch.equal(head.weight, old - 1.0)
 
     run_ranks(2, rank)
 
