@@ -67,6 +67,8 @@ def test_a_wrapper_that_averages_gradients_is_refused_in_the_first_forward(
 ) -> None:
     if wrapper is replicated and when == "before":
         return  # it shows in the model: see below
+    if wrapper is replicated and torch.__version__.startswith("2.6."):
+        pytest.skip("torch 2.6 does not show that the forward of replicate() is running")
 
     def rank(world: World) -> None:
         model = build()
@@ -196,6 +198,10 @@ def test_a_part_that_was_given_to_replicate_is_refused() -> None:
         run_ranks(2, rank)
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="torch 2.11 crashes where a second thread calls fully_shard(); ranks are threads here",
+)
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_fully_shard_is_refused_before_and_after(gather: Gather) -> None:
     def rank(world: World) -> None:

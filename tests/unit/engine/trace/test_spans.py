@@ -86,7 +86,10 @@ def test_torchs_profiler_sees_the_engines_spans() -> None:
     def work(world: World) -> None:
         train(world, num_steps=1)
 
-    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    try:
+        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
+        pytest.skip(f"torch {torch.__version__} profiles one thread alone, and ranks are threads")
     with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as seen:
         run_ranks(2, work)
     names = {event.name for event in seen.events()}
