@@ -2,11 +2,14 @@
 
 The grid of "Sparse Communication for Training Deep Networks" (arXiv 2009.09271): which coordinates
 ranks send (shared by chance, shared by weight, each its own largest), how many, and whether what
-they have not sent is kept. Plain SGD and equal steps for all, with the engine's codecs, on real
-data. The ranks take turns in one process, so that nothing depends on the machine. Digits are
-learned by a network of two layers, bytes by a small transformer.
+they have not sent is kept. A second grid: the same or own coordinates, of which scope. All
+parameters are one bucket, so that the scope "bucket" is the whole model.
 
-Usage: python benchmarks/sparsity.py [TASK:STEPS:RATE:LOSS ...]
+Plain SGD and equal steps for all, with the engine's codecs, on real data. The ranks take turns in
+one process, so that nothing depends on the machine. Digits are learned by a network of two layers,
+bytes by a small transformer.
+
+Usage: python benchmarks/sparsity.py [densities | axes] [TASK:STEPS:RATE:LOSS ...]
 by default digits:2500:0.03:0.4 bytes-lm:80:0.3:3
 Prints loss and, for digits, accuracy on held-out data; steps until the mean loss of 20 is below
 LOSS; and the MB of gradients that a rank has sent by then, with a ring.
@@ -28,7 +31,7 @@ from torch import Tensor, nn
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.api.collectives import Request
-from dearmpi.config import SPARSE, EngineConfig, Feedback
+from dearmpi.config import SPARSE, Coordinates, EngineConfig, Feedback, Scope
 from dearmpi.engine.bucket import bucket
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
@@ -113,15 +116,19 @@ def _exchange(posted: list[tuple[Tensor, ...]]) -> None:
 
 
 class Reducer:
-    """The codecs of all ranks, for gradients of ``numel`` elements."""
+    """The codecs of all ranks, for gradients of parameters with ``numels`` elements."""
 
-    def __init__(self, numel: int, config: EngineConfig) -> None:
-        param = nn.Parameter(torch.zeros(numel))
-        layout = build_layout([[spec_of(param, "all")]], RANKS)
+    def __init__(self, numels: list[int], config: EngineConfig) -> None:
+        specs = [
+            spec_of(nn.Parameter(torch.zeros(num)), str(slot)) for slot, num in enumerate(numels)
+        ]
+        layout = build_layout([specs], RANKS)
+        self._places = layout.buckets[0].placements
+        params = [nn.Parameter(torch.zeros(numels[int(one.spec.name)])) for one in self._places]
         self._buckets = [
             BucketRuntime(
                 layout.buckets[0],
-                [param],
+                params,
                 rank=rank,
                 gradients=Arena(layout),
                 parameters=Arena(layout),
@@ -130,15 +137,16 @@ class Reducer:
         ]
         ring = CollectiveAlgorithms("ring")
         self._codecs = [choose_codecs([one], ring, config).reduce[0] for one in self._buckets]
-        self._numel, self._num_steps = numel, 0
+        self._num_steps = 0
         self.sent_bytes = self._codecs[0].sent_bytes
 
-    def mean(self, gradients: list[Tensor]) -> Tensor:
-        """What the owners get of ``gradients``, one for each rank."""
+    def mean(self, gradients: list[tuple[Tensor, ...]]) -> dict[int, Tensor]:
+        """What the owners get of each parameter's ``gradients``, by rank."""
         operations: list[Posted] = []
         requests = []
         for rank, (one, codec) in enumerate(zip(self._buckets, self._codecs, strict=True)):
-            one.gradients.data[: self._numel] = gradients[rank]
+            for place, view in zip(self._places, one.gradients.views, strict=True):
+                view.copy_(gradients[rank][int(place.spec.name)].reshape(-1))
             turns: Any = TurnCollectives(rank, operations)
             requests.append(codec.start(one, turns, self._num_steps))
         while requests:
@@ -147,7 +155,8 @@ class Reducer:
         shards = [one.gradients.shard.clone() for one in self._buckets]
         for one, codec in zip(self._buckets, self._codecs, strict=True):
             codec.commit(one, is_final=True)
-        return torch.cat(shards)[: self._numel].div_(RANKS)
+        whole = torch.cat(shards).div_(RANKS)
+        return {int(one.spec.name): whole[one.start : one.stop] for one in self._places}
 
 
 def build(name: str) -> Task:
@@ -180,12 +189,31 @@ def grid() -> Iterator[EngineConfig]:
                 )
 
 
+def axes() -> Iterator[EngineConfig]:
+    """Each kind with the same and with own coordinates, of the whole model or of each parameter."""
+    coordinates: Coordinates
+    scope: Scope
+    for compress in SPARSE:
+        for coordinates in get_args(Coordinates):
+            for scope in get_args(Scope):
+                if compress != "block-topk" or scope == "bucket":
+                    yield EngineConfig(
+                        compress=compress,  # type: ignore[arg-type]
+                        density=DENSITIES[-1],
+                        coordinates=coordinates,
+                        scope=scope,
+                    )
+
+
+GRIDS = {"densities": grid, "axes": axes}
+
+
 def train(task: Task, num_steps: int, rate: float, goal: float, config: EngineConfig) -> str:
     """The row of one way."""
     model = model_of(task)
     params = list(model.parameters())
     numels = [param.numel() for param in params]
-    reducer = Reducer(sum(numels), config)
+    reducer = Reducer(numels, config)
     losses: deque[float] = deque(maxlen=AVERAGED)
     reached = 0
     for step in range(num_steps):
@@ -195,16 +223,16 @@ def train(task: Task, num_steps: int, rate: float, goal: float, config: EngineCo
             chosen = torch.randint(len(task.train_data), (SAMPLES,), generator=generator)
             batch = collate(task, [task.train_data[int(index)] for index in chosen])
             loss = task.loss(model, batch)
-            found = torch.autograd.grad(loss, params)
-            gradients.append(torch.cat([gradient.reshape(-1) for gradient in found]))
+            gradients.append(torch.autograd.grad(loss, params))
             losses.append(float(loss.detach()))
         with torch.no_grad():
-            for param, change in zip(params, reducer.mean(gradients).split(numels), strict=True):
-                param.sub_(change.view_as(param), alpha=rate)
+            for slot, change in reducer.mean(gradients).items():
+                params[slot].sub_(change.view_as(params[slot]), alpha=rate)
         if not reached and len(losses) == AVERAGED and sum(losses) / AVERAGED < goal:
             reached = step + 1
     held_out, accuracy = evaluate(task, model)
     words = [config.compress, str(config.density or ""), config.error_feedback or ""]
+    words += [config.coordinates or "", config.scope or ""]
     words += [f"{held_out:.3f}", "" if math.isnan(accuracy) else f"{accuracy:.3f}"]
     words += [f"{reached:,}", f"{reached * reducer.sent_bytes / 1e6:.2f}"] if reached else ["", ""]
     return f"| {' | '.join(words)} |"
@@ -225,13 +253,14 @@ def main() -> None:
     """A table for each task."""
     torch.set_num_threads(1)
     bucket._LEAST_COMPRESSED = 1  # small networks learn fast, and are compressed all the same
-    for choice in sys.argv[1:] or CHOICES:
+    grids = [name for name in GRIDS if name in sys.argv[1:]] or list(GRIDS)
+    for choice in [one for one in sys.argv[1:] if one not in GRIDS] or CHOICES:
         name, steps, rate, goal = choice.split(":")
         task, begin_s = build(name), time.perf_counter()
         print(f"\n{name}: {steps} steps at a rate of {rate}, loss below {goal}\n")
-        print("| compress | density | rest | loss | accuracy | steps | MB |")
-        print("|---|---|---|---|---|---|---|", flush=True)
-        for config in grid():
+        print("| compress | density | rest | coordinates | scope | loss | accuracy | steps | MB |")
+        print("|---|---|---|---|---|---|---|---|---|", flush=True)
+        for config in (one for name in grids for one in GRIDS[name]()):
             print(train(task, int(steps), float(rate), float(goal), config), flush=True)
         print(f"\n{time.perf_counter() - begin_s:.0f} s")
 
