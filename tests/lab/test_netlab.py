@@ -118,6 +118,9 @@ def test_racks_have_slower_wires_between_them(lab: Lab, wire: str) -> None:
     up = lab.netlab("up", "2", "100mbit,200mbit", "--racks", "2", wire, f"{RATE_MBIT}mbit")
     assert up.returncode == 0, up.stderr  # its payload is neither more nor less
     assert f"2 hosts, links of {RATE_MBIT} Mbit/s" in up.stdout
+    check = lab.netlab("check")
+    assert check.returncode == 0, check.stderr
+    assert f"2 hosts, links of {RATE_MBIT} Mbit/s" in check.stdout
 
 
 def test_what_this_machine_s_tcp_does_by_default_does_not_matter(lab: Lab) -> None:
