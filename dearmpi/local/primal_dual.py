@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.setup.checks import optimized_parameters
-from dearmpi.errors import ConfigError, UsageError
+from dearmpi.errors import CheckpointError, ConfigError, UsageError
 from dearmpi.local.anchor import Anchor
 from dearmpi.local.local_optimizer import LocalOptimizer
 
@@ -153,7 +153,58 @@ class Codasca:
                 self._corrections[name].copy_(mean - own[name])
                 self._sums[name].zero_()
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of ``local`` and this rank's corrections (collective); save it on all ranks."""
+        return {
+            "local": self.local.state_dict(),
+            "codasca": {
+                **self._identity(),
+                "sums": _copies(self._sums),
+                "corrections": _copies(self._corrections),
+                "mean": _copies(self._anchor.shared),
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from this rank's state, bit by bit (collective).
+
+        Raises CheckpointError, on all ranks, where a state is of another rank, number of ranks,
+        ``sync_every`` or model: corrections belong to a rank's data.
+        """
+        saved, own = state_dict.get("codasca", {}), self._identity()
+        names = saved.get("sums", {}).keys()
+        found = {key: saved.get(key) for key in own}
+        fault = "" if found == own and names == self._sums.keys() else f"{found} instead of {own}"
+        faults = self.world.all_gather_text(fault)
+        if any(faults):
+            rank = next(rank for rank, text in enumerate(faults) if text)
+            raise CheckpointError(
+                f"rank {rank} loads a state of Codasca with {faults[rank]}, or with other "
+                "parameters; load each rank's own state on as many ranks",
+                code="state-of-other-model",
+            )
+        self.local.load_state_dict(state_dict["local"])
+        for values, kept in (
+            (self._sums, saved["sums"]),
+            (self._corrections, saved["corrections"]),
+            (self._anchor.shared, saved["mean"]),
+        ):
+            for name, value in values.items():
+                value.copy_(kept[name])
+
     def close(self) -> None:
         """Give back what the exchanges have taken (collective)."""
         self.local.close()
         self._anchor.close()
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "rank": self.world.rank,
+            "world_size": self.world.size,
+            "sync_every": self._every,
+        }
+
+
+def _copies(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in values.items()}

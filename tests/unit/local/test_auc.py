@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from dearmpi import (
     auc_of,
 )
 from dearmpi.comm.world import World
-from dearmpi.errors import ConfigError
+from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.local.area import area_under
 from dearmpi.train.tasks.auc import Scorer
 from dearmpi.train.tasks.task_registry import build_task
@@ -281,6 +282,41 @@ def test_with_equal_data_nothing_is_corrected() -> None:
             models.append(model)
         for one, other in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+    run_ranks(2, compare)
+
+
+def test_corrected_training_resumes_bit_for_bit() -> None:
+    """In the middle of a round, by ranks that have other data."""
+
+    def build(world: World) -> tuple[nn.Module, Codasca]:
+        model = scorer(4)
+        inner = PrimalDual(model.parameters(), lr=0.5, stage_steps=6)
+        return model, Codasca(inner, model, sync_every=3, world=world)
+
+    def go_on(model: nn.Module, optimizer: Codasca, steps: range, rank: int) -> None:
+        x, y, *_ = digits()
+        for step in steps:
+            optimizer.zero_grad()
+            batch = slice(40 * (2 * step + rank), 40 * (2 * step + rank) + 20 * (rank + 1))
+            model((x[batch], y[batch])).backward()
+            optimizer.step()
+
+    def compare(world: World) -> None:
+        model, optimizer = build(world)
+        go_on(model, optimizer, range(5), world.rank)
+        saved = copy.deepcopy(optimizer.state_dict())
+        go_on(model, optimizer, range(5, 10), world.rank)
+        again, resumed = build(world)
+        other = {**saved, "codasca": {**saved["codasca"], "rank": 0}}
+        with raises(CheckpointError, "state-of-other-model", "rank 1"):
+            resumed.load_state_dict(other)
+        resumed.load_state_dict(saved)
+        go_on(again, resumed, range(5, 10), world.rank)
+        for one, two in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one, two)
+        optimizer.close()
+        resumed.close()
 
     run_ranks(2, compare)
 
