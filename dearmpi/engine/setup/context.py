@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.engine.setup.checks import check_arguments
+from dearmpi.engine.state.optimizer_state import warn_of_state_in_shards
 from dearmpi.engine.trace.layer_spans import LayerRanges
 from dearmpi.engine.trace.spans import Spans
 from dearmpi.plan.data.plan import Plan
@@ -43,4 +44,5 @@ class TrainingContext:
         Raises ConfigError for arguments of other types, and models that cannot be trained.
         """
         check_arguments(optimizer, model, plan)
+        warn_of_state_in_shards(optimizer)
         return cls(optimizer, model, choose_world(world), Spans(), LayerRanges(model))

@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from dearmpi.comm.world import World
 from dearmpi.engine.probe.probe import elementwise_keys, host_twin
@@ -36,6 +38,29 @@ from dearmpi.engine.update.update import clone, is_changed_by, read_options
 from dearmpi.errors import UsageError
 
 MODES = frozenset(("train", "eval"))
+
+
+# By an optimizer whose state was left in shards: what takes the hook on its next step away.
+_LEFT_IN_SHARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+
+
+def warn_of_state_in_shards(optimizer: Optimizer) -> None:
+    """Warn where ``optimizer`` begins anew, because its state was left with a closed engine."""
+    handle = _LEFT_IN_SHARDS.pop(optimizer, None)
+    if handle is None:
+        return
+    handle.remove()
+    if not any(optimizer.state.values()):
+        warnings.warn(
+            f"this {type(optimizer).__name__} begins without its state, which a "
+            "DistributedOptimizer that is closed holds in shards; to go on with the state, give "
+            "it to load_state_dict(), from the closed one's state_dict() on every rank",
+            stacklevel=3,
+        )
+
+
+def _step_alone(optimizer: Optimizer, _: Any, __: Any) -> None:
+    warn_of_state_in_shards(optimizer)
 
 
 def has_mode(optimizer: Optimizer, mode: str) -> bool:
@@ -118,6 +143,9 @@ class OptimizerState:
     def hand_back(self) -> bool:
         """Give the optimizer its state back; False where it alone could not go on with it."""
         if self.updates.masters.weights or self.updates.is_divided:
+            has_state = read_pieces(self.updates.shards) or own_states(self.updates.owned)
+            if has_state and self.optimizer not in _LEFT_IN_SHARDS:
+                _LEFT_IN_SHARDS[self.optimizer] = self.optimizer.register_step_pre_hook(_step_alone)
             return False
         states = read_whole(self.updates.of_buckets)
         lost = [name for name, entries in states.items() if entries.pop(OWED, None) is not None]

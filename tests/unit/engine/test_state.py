@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -199,6 +200,38 @@ def test_the_wrapped_optimizer_goes_on_after_close(gather: Any) -> None:
     for found in run_ranks(2, rank):
         for values, expected in zip(found, alone, strict=True):
             torch.testing.assert_close(torch.tensor(values), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("shards", ["even", "whole"])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_a_wrapped_optimizer_that_begins_without_its_state_says_so(
+    shards: Any, again: bool, momentum: float
+) -> None:
+    """After close(), by itself or in another DistributedOptimizer, if it had any state."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+        def step(optimizer: torch.optim.Optimizer) -> None:
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+
+        optimizer = DistributedOptimizer(inner, model, world=world, shards=shards)
+        step(optimizer)
+        optimizer.close()
+        if again:
+            DistributedOptimizer(inner, model, world=world, shards=shards).close()
+        else:
+            step(inner)
+            step(inner)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, rank)
+    told = [each for each in caught if "begins without its state" in str(each.message)]
+    assert len(told) == (2 if momentum else 0), caught
 
 
 class CountedClones(TorchFunctionMode):
