@@ -41,14 +41,22 @@ def make_wide_model() -> nn.Module:
     return model
 
 
+PLANE = torch.linspace(-1.0, 1.0, 40)
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    """How far ``model`` is from a plane, on the rank's own batch of the step."""
+    data = torch.randn(16, 40, generator=torch.Generator().manual_seed(9 * step + rank))
+    loss: Tensor = (model(data)[:, 0] - data @ PLANE / 4).square().mean()
+    return loss
+
+
 def regress(model: nn.Module, optimizer: Any, world: World, *, steps: int) -> list[float]:
     """Learn a plane from batches of this rank's own; the losses."""
-    plane = torch.linspace(-1.0, 1.0, 40)
     losses = []
     for step in range(steps):
-        data = torch.randn(16, 40, generator=torch.Generator().manual_seed(9 * step + world.rank))
         optimizer.zero_grad()
-        loss = (model(data)[:, 0] - data @ plane / 4).square().mean()
+        loss = loss_of(model, step, world.rank)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
