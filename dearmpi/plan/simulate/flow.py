@@ -280,19 +280,24 @@ class Wire:
         """
         line, pausing = self._line, self._pausing
         while True:
-            now = line[0].until_s if line else math.inf
+            resumed_s = math.inf
             for flight in pausing:
-                if flight.until_s < now:
-                    now = flight.until_s
+                if flight.until_s < resumed_s:
+                    resumed_s = flight.until_s
+            now = resumed_s
+            if line and line[0].until_s < now:
+                now = line[0].until_s
             if now > limit_s or now == math.inf:
                 return limit_s, []
             if line and line[0].until_s <= now:
                 sent = line.popleft()
                 sent.until_s = now + sent.pause_s
                 pausing.append(sent)
+                if sent.until_s < resumed_s:
+                    resumed_s = sent.until_s
                 if line:
                     line[0].until_s = now + line[0].message_left_s
-            if landed := self._end_pauses(now):
+            if resumed_s <= now and (landed := self._end_pauses(now)):
                 return now, landed
 
     def _end_pauses(self, now: float) -> list[Flight]:
