@@ -198,7 +198,7 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 # A launcher may end the job when the first rank ends: the one that reports must not be cut off.
-_GRACE_OF_SILENT_S = 3.0
+_GRACE_OF_SILENT_S = 10.0
 
 
 def is_from_torchrun(environment: Mapping[str, str]) -> bool:
@@ -232,7 +232,7 @@ def report_alone(error: DearError, *, prefix: str) -> None:
 
     Wrong settings and a wrong launch are met by every rank and reported by the first. MPI may be
     missing on one host alone, whose first rank reports it. Anything else may be met by one rank.
-    Ranks that stay silent wait a few seconds.
+    Ranks that stay silent wait ten seconds.
     """
     rank = announced_rank(os.environ)
     is_missing = error.code == "mpi-not-loaded"
