@@ -120,7 +120,7 @@ FAULTS = (
     Fault(
         "optimizer state that was gathered once is handed out for ever",
         "engine/facade.py",
-        "        self._gathered = None\n        self._versions.clear()\n",
+        "        self._gathered = None\n        self._watched.clear()\n",
         "        self._versions.clear()\n",
         ("tests/mpi/test_semantics_options.py",),
     ),
