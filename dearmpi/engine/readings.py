@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dearmpi.config import EngineConfig
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.setup.build import BuiltEngine
@@ -41,7 +43,7 @@ class Readings(Facade):
     @property
     def traffic(self) -> Traffic:
         """The bytes of a step, and what they would be without compression."""
-        return self._live.traffic
+        return replace(self._built.engine.codecs.traffic, fallbacks=self._live.fallbacks)
 
     @property
     def config(self) -> EngineConfig:

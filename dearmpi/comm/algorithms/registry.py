@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import ClassVar, get_args
 
@@ -15,7 +15,7 @@ from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
 from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm, RotatedExchange
 from dearmpi.comm.algorithms.grid_collectives import GridAlgorithm, choose_grid
 from dearmpi.comm.algorithms.ring import RingAlgorithm, RingContext, contexts_on
-from dearmpi.comm.algorithms.scratch import ScratchRequest, carrier_of, copy
+from dearmpi.comm.algorithms.scratch import Scratch, ScratchRequest, carrier_of, copy
 from dearmpi.comm.api.collectives import (
     Buffer,
     Collectives,
@@ -74,12 +74,14 @@ class CollectiveAlgorithms:
 
     wire_dtype: in what both operations send a wider buffer; None: as it is.
     grid: on which both go dimension by dimension; None: by ``reduce_scatter``, all ranks alike.
+    scratch: memory that the codecs of all buckets share.
     The engine and all that measures for it start their collectives here.
     """
 
     reduce_scatter: ReduceScatter
     wire_dtype: WireDtype | None = None
     grid: Grid | None = None
+    scratch: Scratch = field(default_factory=Scratch, compare=False, repr=False)
 
     @property
     def all_gather(self) -> ReduceScatter:

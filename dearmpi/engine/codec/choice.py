@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import (
@@ -78,8 +77,8 @@ def choose_codecs(
     buckets: Sequence[BucketRuntime], algorithms: CollectiveAlgorithms, config: EngineConfig
 ) -> Codecs:
     """Codecs by the settings; what is of half precision already travels as it is."""
-    quantizer, scratch = quantizer_of(config.compress), Scratch()
-    pairs = [_choose(bucket, algorithms, config, quantizer, scratch) for bucket in buckets]
+    quantizer = quantizer_of(config.compress)
+    pairs = [_choose(bucket, algorithms, config, quantizer) for bucket in buckets]
     trained = tuple(bucket for bucket in buckets if bucket.spec.trained)
     reduce, gather = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
     return Codecs(reduce, gather, algorithms, trained)
@@ -90,7 +89,6 @@ def _choose(
     algorithms: CollectiveAlgorithms,
     config: EngineConfig,
     quantizer: Quantizer,
-    scratch: Scratch,
 ) -> tuple[Codec, Codec]:
     """By which ``bucket`` is reduced, and gathered."""
     how = config.gather
@@ -98,11 +96,11 @@ def _choose(
     if not bucket.is_compressed(config):
         return dense
     if not config.is_lossy:
-        return exact_codecs(bucket, algorithms, scratch, config)
-    gather: Codec = QuantizedGather(bucket, quantizer, scratch, gather=how)
-    reduce: Codec = QuantizedReduce(bucket, quantizer, scratch)
+        return exact_codecs(bucket, algorithms, config)
+    gather: Codec = QuantizedGather(bucket, quantizer, algorithms.scratch, gather=how)
+    reduce: Codec = QuantizedReduce(bucket, quantizer, algorithms.scratch)
     if config.is_sparse:
-        reduce = sparse_reduce(bucket, algorithms, scratch, config)
+        reduce = sparse_reduce(bucket, algorithms, config)
     elif config.compress == "powersgd":
         pair = power_codecs(bucket, algorithms, config)
         if pair is None:

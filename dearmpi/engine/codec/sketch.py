@@ -285,10 +285,10 @@ def _table(size: int, rank: int, row: tuple[int, int, int]) -> Tensor:
 def exact_codecs(
     bucket: BucketRuntime,
     algorithms: CollectiveAlgorithms,
-    scratch: Scratch,
     config: EngineConfig,
 ) -> tuple[Codec, Codec]:
     """Of blocks that are not zero: one by one, or added up in sketches."""
     reduce = SketchReduce if config.compress == "sketch" else NonzeroReduce
+    scratch = algorithms.scratch
     gather = NonzeroGather(bucket, scratch, gather=config.gather)
     return reduce(bucket, algorithms, scratch), gather

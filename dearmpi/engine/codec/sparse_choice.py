@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.largest import TopBlocks, TopElements
@@ -22,10 +21,10 @@ _USUAL: Mapping[str, type[SparseReduce]] = {
 
 
 def sparse_reduce(
-    bucket: BucketRuntime, algorithms: CollectiveAlgorithms, scratch: Scratch, config: EngineConfig
+    bucket: BucketRuntime, algorithms: CollectiveAlgorithms, config: EngineConfig
 ) -> SparseReduce:
     """The sparse codec that ``config`` names."""
-    size, choice = bucket.spec.world_size, config.error_feedback
+    size, choice, scratch = bucket.spec.world_size, config.error_feedback, algorithms.scratch
     feedback = ErrorFeedback(size, keeps=choice != "none")
     bucket.keeps_unused = choice != "ef21"
     if choice == "ef21":

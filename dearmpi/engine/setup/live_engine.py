@@ -5,7 +5,6 @@ what goes on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.engine.sync.model_buffers import BufferExchange
 from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
 from dearmpi.engine.sync.refused_models import refuse_outer_optimizers
-from dearmpi.engine.trace.spans import Traffic
 from dearmpi.plan.data.plan import Plan
 
 
@@ -66,10 +64,9 @@ class LiveEngine:
         return self._waited_before_s + self.built.engine.waited_s
 
     @property
-    def traffic(self) -> Traffic:
-        """The bytes of a step, and what they would be without compression."""
-        traffic = self.built.engine.codecs.traffic
-        return replace(traffic, fallbacks=self._fallbacks_before + traffic.fallbacks)
+    def fallbacks(self) -> int:
+        """Times so far, with engines before, that a compressed bucket has travelled whole."""
+        return self._fallbacks_before + self.built.engine.codecs.fallbacks
 
     def follows(self, plan: Plan) -> bool:
         """Whether ``plan`` is what is in use already. Raises ConfigError if it does not fit."""
