@@ -30,6 +30,7 @@ from dearmpi.version import describe_other_version
 
 if TYPE_CHECKING:
     from dearmpi.cli.console import Console
+    from dearmpi.plan.model.failures import FailureCost
     from dearmpi.plan.model.network import Network
     from dearmpi.plan.model.profile import ModelProfile
     from dearmpi.plan.rivals.methods import SimulatedMethod
@@ -90,6 +91,17 @@ _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
     "may be repeated",
 )
 @click.option(
+    "--mtbf-hours",
+    type=float,
+    metavar="H",
+    help="mean time between failures of one rank; tells how far apart checkpoints should be, with "
+    "--checkpoint-s and --restart-s",
+)
+@click.option(
+    "--checkpoint-s", type=float, metavar="S", help="how long a checkpoint stops training"
+)
+@click.option("--restart-s", type=float, metavar="S", help="from a failure to the next new step")
+@click.option(
     "--json", "json_path", type=OUT, metavar="FILE", help="write the table's figures there"
 )
 @picture_option(help="draw iteration time over the number of ranks and over bandwidth")
@@ -130,7 +142,7 @@ def simulate(context: click.Context, /, **given: Any) -> int:
     check_writable(given["json_path"])
     check_picture(given["picture_path"])
     console = Console(speaks=True, needed=True)
-    compared: Sequence[Comparison | PaperGain | ThemisRow | AllocationRow]
+    compared: Sequence[Comparison | FailureCost | PaperGain | ThemisRow | AllocationRow]
     if given["compare_themis"]:
         compared = _compare_themis(console)
     elif given["allocation"]:
@@ -156,7 +168,7 @@ def _check_combination(context: click.Context) -> None:
         refuse_useless(context, given & instead, "has no effect beside --profile")
 
 
-def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
+def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison | FailureCost]:
     from dearmpi.plan.model.codec_cost import require_known_bytes
     from dearmpi.plan.model.cost import MOST_RANKS
     from dearmpi.plan.rivals.side_by_side import compare
@@ -182,12 +194,37 @@ def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison]:
     network, *others = (n.sent_as(given["comm_dtype"], specs) for n in (network, *others))
     methods = _read_methods(given["methods"])
     comparison = compare(profile, network, world_size, methods)
+    failures = _count_failures(given)
     console.say(*describe_other_version(f"the profile {given['profile']}", profile.version))
     console.say(*describe_comparison(comparison), "", *align(comparison_rows(comparison)))
     if picture_path is not None:
         _draw(console, comparison, others, picture_path)
         console.say("", f"wrote {picture_path}")
-    return [comparison]
+    if failures is None:
+        return [comparison]
+    console.say("", *failures.describe())
+    return [comparison, failures]
+
+
+def _count_failures(given: dict[str, Any]) -> FailureCost | None:
+    from dearmpi.plan.model.failures import cost_of_failures
+
+    flags = ("mtbf_hours", "checkpoint_s", "restart_s")
+    missing = ["--" + name.replace("_", "-") for name in flags if given[name] is None]
+    if len(missing) == len(flags):
+        return None
+    if missing:
+        raise ConfigError(
+            f"failures need {' and '.join(missing)} as well; give --mtbf-hours, --checkpoint-s and "
+            "--restart-s, or none of them",
+            code="setting-missing",
+        )
+    return cost_of_failures(
+        given["world_size"],
+        rank_mtbf_s=3600 * given["mtbf_hours"],
+        checkpoint_s=given["checkpoint_s"],
+        restart_s=given["restart_s"],
+    )
 
 
 def _read_profile(given: dict[str, Any]) -> ModelProfile:

@@ -44,8 +44,6 @@ def choose_grid(world: World, config: EngineConfig) -> Grid | None:
     Warns on rank 0 where hosts have different numbers of ranks. Raises ConfigError for sizes whose
     product is not the number of ranks.
     """
-    if config.topology == "flat" or world.size == 1:
-        return None
     sizes = config.grid_sizes
     if sizes and math.prod(sizes) != world.size:
         raise ConfigError(
@@ -53,6 +51,8 @@ def choose_grid(world: World, config: EngineConfig) -> Grid | None:
             f"{world.size}; give sizes whose product is the world size",
             code="topology-misfit",
         )
+    if config.topology == "flat" or world.size == 1:
+        return None
     if not sizes:
         counts = Counter(world.hosts)
         if len(set(counts.values())) > 1:

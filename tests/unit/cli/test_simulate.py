@@ -249,6 +249,11 @@ def test_compression_sends_less_of_dear_alone(
         (["--compare-paper", "--world-size", "8"], ["--world-size", "--compare-paper"]),
         (["--compare-themis", "--world-size", "8"], ["--world-size", "--compare-themis"]),
         (["--allocation", "--network", "10GbE"], ["--network", "--allocation"]),
+        (["--mtbf-hours", "50700"], ["--checkpoint-s and --restart-s"]),
+        (
+            [*SMALL, "--mtbf-hours", "1", "--checkpoint-s", "0", "--restart-s", "1"],
+            ["the time of a checkpoint is 0 s", "positive"],
+        ),
         (["--compare-themis", "--compare-paper"], ["--compare-paper", "--compare-themis"]),
     ],
 )
@@ -288,3 +293,16 @@ def test_allocations_are_shown_from_even_to_joint(
     *_, last = json.loads(path.read_text())
     assert last["joint"] < last["load"] < last["even"]
     assert f"{last['joint']:.3f}" in capsys.readouterr().out
+
+
+def test_what_failures_cost_stands_below_the_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "failures.json"
+    failures = ["--mtbf-hours", "50700", "--checkpoint-s", "1", "--restart-s", "300"]
+    size = ["--world-size", "4096"]
+    given = ["--method", "dear", *size, *failures]
+    assert main(["simulate", *given, "--json", str(path)]) == 0
+    *_, last = json.loads(path.read_text())
+    assert round(last["failures"]["interval_s"]) == 298
+    assert "every 12.4 h" in capsys.readouterr().out

@@ -175,6 +175,8 @@ def test_uneven_hosts_are_flat_with_a_line_that_says_why() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with raises(ConfigError, "topology-misfit", "2x3", "6", "4"):
         chosen("2x3", "aabb")
+    with raises(ConfigError, "topology-misfit", "2x3", "6", "1"):
+        chosen("2x3", "a")
 
 
 @pytest.mark.parametrize("numel", [0, 1, 100, 4_000_001])
