@@ -76,7 +76,7 @@ class Blocks(nn.Module):
     def __init__(self, dropout):
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
 
     def forward(self, inputs):
         inputs = self.first(inputs)

@@ -8,6 +8,7 @@ import pytest
 
 from dearmpi.cli.main import main
 from dearmpi.comm import lifecycle as module
+from dearmpi.comm import process
 from dearmpi.errors import CommError, DearError, LaunchError
 
 
@@ -24,6 +25,7 @@ def fail_to_connect(monkeypatch: pytest.MonkeyPatch, error: DearError, *, rank: 
         raise error
 
     monkeypatch.setattr(module, "connect", connect)
+    monkeypatch.setattr(process, "_GRACE_OF_SILENT_S", 0.0)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
 

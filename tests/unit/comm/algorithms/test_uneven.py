@@ -85,7 +85,9 @@ class Job:
         assert torch.allclose(self.buffers[rank][own], total[own], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))]
+)
 def test_random_cuts_and_delays_come_to_their_end(
     part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
