@@ -1,8 +1,8 @@
 """Sparse codecs for choices of coordinates other than the usual ones of a kind.
 
-Three settings of "Sparse Communication for Training Deep Networks" (arXiv 2009.09271): whether all
-ranks send the same coordinates (added up as a short bucket) or each its own (exchanged, and added
-by their owner), and whether a share of each shard is sent or of each parameter. Largest elements
+Settings of "Sparse Communication for Training Deep Networks" (arXiv 2009.09271). Coordinates are
+shared, and values are added up as a short bucket; or each rank has its own, and owners add what is
+exchanged. A share is sent of each shard, or of each parameter. Largest elements
 that all ranks send are those of the shard's owner, who alone tells the others.
 """
 
@@ -188,7 +188,9 @@ class BlocksInTurn(Selector):
 
 
 class SelectedReduce(SparseReduce):
-    """The sum of what a selector chooses."""
+    """The sum of what a selector chooses. alignment: of a message for one rank, in bytes."""
+
+    alignment = 1
 
     def __init__(
         self,
@@ -204,9 +206,11 @@ class SelectedReduce(SparseReduce):
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
         self.selector, self.num_sent = selector, selector.num * selector.block
         self._num_values = self.num_sent + self.num_flags
+        self._value_bytes = self._num_values * bucket.spec.itemsize
         self._index_bytes = selector.num * INDEX_BYTES if selector.is_told else 0
-        each = self._num_values * bucket.spec.itemsize + self._index_bytes
-        self.sparse_bytes = (self._size - 1) * each
+        unaligned = self._value_bytes + self._index_bytes
+        self._num_bytes = -(-unaligned // self.alignment) * self.alignment
+        self.sparse_bytes = (self._size - 1) * self._num_bytes
 
     def choose(self, rows: Tensor, *, rank: int, finite: bool) -> Tensor:
         """Blocks by shard, [size, num]."""
@@ -263,24 +267,7 @@ class SharedReduce(SelectedReduce):
 class OwnReduce(SelectedReduce):
     """Each rank sends elements of its own, which their owner adds in the order of ranks."""
 
-    def __init__(
-        self,
-        bucket: BucketRuntime,
-        algorithms: CollectiveAlgorithms,
-        scratch: Scratch,
-        *,
-        density: float,
-        feedback: ErrorFeedback,
-        selector: Selector,
-    ) -> None:
-        """As ``SparseReduce``."""
-        super().__init__(
-            bucket, algorithms, scratch, density=density, feedback=feedback, selector=selector
-        )
-        self._value_bytes = self._num_values * bucket.spec.itemsize
-        unaligned = self._value_bytes + self._index_bytes
-        self._num_bytes = -(-unaligned // ALIGNMENT) * ALIGNMENT
-        self.sparse_bytes = (self._size - 1) * self._num_bytes
+    alignment = ALIGNMENT
 
     def reduce(
         self, rows: Tensor, collectives: Collectives, *, finite: bool

@@ -83,8 +83,8 @@ def best_interval(checkpoint_s: float, mtbf_s: float) -> float:
 def share_lost(interval_s: float, *, mtbf_s: float, checkpoint_s: float, restart_s: float) -> float:
     """Of the job's time, what is no new computation. Failures strike checkpoints and restarts too.
 
-    The mean time until ``interval_s`` of computation and its checkpoint are done is
-    M exp(R/M) (exp((interval + C)/M) - 1), with M, C and R the other three (Daly's equation 20).
+    M, C and R are the other three. Computation and its checkpoint take, on average,
+    M exp(R/M) (exp((interval + C)/M) - 1): Daly's equation (20).
     """
     segment_s = (
         mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + checkpoint_s) / mtbf_s)
