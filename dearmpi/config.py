@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from math import inf
+from math import inf, prod
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, get_args
 
@@ -133,10 +133,12 @@ class EngineConfig:
         (``native``), or ``auto`` to measure them at start.
     topology: how ranks are grouped for both operations: ``flat``, not at all; ``hosts``, first
         within hosts and then between them, which sends less between hosts of several ranks; or
-        sizes such as ``2x4``, ranks in each dimension from inner to outer, those of a host first.
+        sizes such as ``2x4``, ranks in each dimension from inner to outer, those of a host first;
+        ``2x2@0,2,1,3`` numbers the ranks anew. A ``.json`` file names the hosts of each rack:
+        ``{"racks": {"left": ["n0", "n1"], "right": ["n2", "n3"]}}``.
         The sums differ from those of ``flat`` in the last bits. Where hosts have different numbers
-        of ranks, or one each, ``hosts`` is ``flat``. ``auto`` measures ``hosts`` at start, and
-        takes it where it is faster by 3 % or more.
+        of ranks, or one each, ``hosts`` is ``flat``, and so is a file where hosts or racks differ.
+        ``auto`` measures ``hosts`` at start, and takes it where it is faster by 3 % or more.
     comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
         keeps its shard unrounded for the optimizer; the model's parameters are rounded, those that
@@ -217,7 +219,7 @@ class EngineConfig:
         "flat",
         "text",
         "flat; hosts: first within hosts, then between them; auto: hosts where that is measured "
-        "to be faster; or sizes such as 2x4, from inner to outer",
+        "to be faster; sizes such as 2x4, from inner to outer; or a .json file of hosts and racks",
     )
     comm_dtype: CommDtype = _declare(
         "fp32",
@@ -338,12 +340,20 @@ class EngineConfig:
     def _check_topology(self) -> None:
         if self.topology == "flat":
             return
-        if self.topology not in ("hosts", "auto") and not re.fullmatch(
-            r"[1-9]\d{0,6}(x[1-9]\d{0,6})+", self.topology
+        is_known = self.topology in ("hosts", "auto") or self.topology_file is not None
+        if not is_known and not re.fullmatch(
+            r"[1-9]\d{0,6}(x[1-9]\d{0,6})+(@\d{1,7}(,\d{1,7})*)?", self.topology
         ):
             raise ConfigError(
-                f"topology is {self.topology!r}; give flat, hosts, auto, or the ranks in each "
-                "dimension, from inner to outer, such as 2x4",
+                f"topology is {self.topology!r}; give flat, hosts, auto, the ranks in each "
+                "dimension, from inner to outer, such as 2x4, or a .json file of hosts and racks",
+                code="malformed-value",
+            )
+        order = self.grid_order
+        if order and sorted(order) != list(range(prod(self.grid_sizes))):
+            raise ConfigError(
+                f"topology is {self.topology!r}: after @ each of {prod(self.grid_sizes)} ranks "
+                "must stand once",
                 code="malformed-value",
             )
         for name, value, usual, why in (
@@ -360,8 +370,21 @@ class EngineConfig:
     @property
     def grid_sizes(self) -> tuple[int, ...]:
         """What ``topology`` says of the ranks in each dimension; none unless it has sizes."""
-        is_grid = self.topology[:1].isdecimal()
-        return tuple(map(int, self.topology.split("x"))) if is_grid else ()
+        if self.topology_file is not None or not self.topology[:1].isdecimal():
+            return ()
+        return tuple(map(int, self.topology.partition("@")[0].split("x")))
+
+    @property
+    def grid_order(self) -> tuple[int, ...]:
+        """The ranks by place, where ``topology`` says so."""
+        if self.topology_file is not None or "@" not in self.topology:
+            return ()
+        return tuple(map(int, self.topology.partition("@")[2].split(",")))
+
+    @property
+    def topology_file(self) -> str | None:
+        """The file that ``topology`` names; None if it names none."""
+        return self.topology if self.topology.endswith(".json") else None
 
     def _check_compress(self) -> None:
         if self.density is not None and not self.is_sparse:

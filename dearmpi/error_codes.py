@@ -42,8 +42,8 @@ steps-wrong
     The steps of a collective end with wrong shards, or leave a rank waiting for ever.
     Mend the steps; the message names rank and step.
 topology-misfit
-    The sizes of a topology are not those of the job.
-    Give sizes whose product is the number of ranks, or `hosts`.
+    The sizes of a topology are not those of the job, or a host is in no rack of its file.
+    Give sizes whose product is the number of ranks, or `hosts`; add the host to the file.
 unknown-argument
     A function was called with an argument of another library's interface.
     Use the argument or method that the message names instead.
@@ -310,6 +310,9 @@ file-missing
 ranks-differ-in-plan
     Ranks were given different plans.
     Give every rank the same plan.
+ranks-differ-in-topology
+    Ranks have read different topology files.
+    Give every rank the same file.
 state-of-other-model
     A loaded state has other shapes than the model or its optimizer.
     Load the state of this model and this optimizer.

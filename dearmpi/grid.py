@@ -46,6 +46,12 @@ class Grid:
         return "x".join(map(str, self.sizes))
 
     @property
+    def text(self) -> str:
+        """What ``topology`` says for this grid: sizes, and after ``@`` the ranks by place."""
+        is_numbered = self.order == tuple(range(self.num_ranks))
+        return str(self) if is_numbered else f"{self}@{','.join(map(str, self.order))}"
+
+    @property
     def num_ranks(self) -> int:
         """Number of points."""
         return len(self.order)

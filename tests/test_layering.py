@@ -56,7 +56,7 @@ BELOW: dict[str, frozenset[str]] = {
     | {"device", "tune", "plan", "comm", "config", "cuts", "errors", "grid", "guessed", "span"},
     # Ranks that train by themselves between exchanges, which are those of an optimizer of engine.
     "local": _TORCH | {"engine", "plan", "comm", "config", "errors", "guessed"},
-    "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "version"},
+    "tune": _TORCH | {"plan", "comm", "config", "cuts", "errors", "grid", "version"},
     "report": frozenset({"plan", "config", "errors", "span"}),
     "train": _LIBRARY | {"local", "report", "version"},
     "drop_in": _TORCH | {PACKAGE, "config", "errors"},

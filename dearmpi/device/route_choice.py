@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from dearmpi.comm.algorithms.grid_collectives import choose_grid
 from dearmpi.comm.algorithms.registry import (
     CollectiveAlgorithms,
     select_grid,
@@ -37,6 +36,7 @@ from dearmpi.tune.device_probe import (
     known_verdicts,
     share_verdicts,
 )
+from dearmpi.tune.topology import settle_topology
 
 _HOST = "the host"
 
@@ -164,13 +164,16 @@ def choose_algorithms(
     return CollectiveAlgorithms(fastest, wire_dtype)
 
 
-def check_routes(world: World, params: Iterable[nn.Parameter], *, config: EngineConfig) -> None:
-    """Raise MismatchError unless all ranks have their parameters on one kind of device
-    (collective), and ConfigError unless this rank has them on one that can be served, what
-    ``config`` says of devices has an effect, and the sizes of its ``topology`` fit the world.
+def check_routes(
+    world: World, params: Iterable[nn.Parameter], *, config: EngineConfig
+) -> EngineConfig:
+    """``config``, with its topology settled as by ``settle_topology`` (collective).
+
+    Raises MismatchError unless all ranks have their parameters on one kind of device, and
+    ConfigError unless this rank has them on one that can be served, and what ``config`` says of
+    devices has an effect.
     """
-    if config.grid_sizes:
-        choose_grid(world, config)
+    config = settle_topology(world, config)
     device = device_of(params)
     seen = world.all_gather_text(_HOST if device is None else device.name)
     for rank, name in enumerate(seen):
@@ -182,7 +185,7 @@ def check_routes(world: World, params: Iterable[nn.Parameter], *, config: Engine
             )
     if device is not None:
         _check_threads(world, device)
-        return
+        return config
     for name, value, default in (
         ("cuda_buffers", config.cuda_buffers, "auto"),
         ("update_on", config.update_on, "device"),
@@ -193,6 +196,7 @@ def check_routes(world: World, params: Iterable[nn.Parameter], *, config: Engine
                 "leave it out, or move the model to a device first",
                 code="setting-without-effect",
             )
+    return config
 
 
 def _check_threads(world: World, device: Device) -> None:

@@ -42,6 +42,8 @@ def test_of_many_ranks_each_has_a_shard_worth_a_message(
         ({"topology": "racks"}, "malformed-value"),
         ({"topology": "4"}, "malformed-value"),
         ({"topology": "2x0"}, "malformed-value"),
+        ({"topology": "2x2@0,1,2"}, "malformed-value"),
+        ({"topology": "2x2@0,1,2,2"}, "malformed-value"),
         ({"topology": 4}, "wrong-type"),
         ({"topology": "hosts", "compress": "int8"}, "settings-contradict"),
         ({"topology": "2x2", "reduce_scatter": "exchange"}, "settings-contradict"),
@@ -52,6 +54,10 @@ def test_a_topology_that_cannot_be_is_refused(settings: dict[str, Any], code: st
         EngineConfig(**settings)
     assert EngineConfig(topology="auto").grid_sizes == ()
     assert EngineConfig(topology="2x3x4").grid_sizes == (2, 3, 4)
+    numbered = EngineConfig(topology="2x2@0,2,1,3")
+    assert (numbered.grid_sizes, numbered.grid_order) == ((2, 2), (0, 2, 1, 3))
+    file = EngineConfig(topology="2x2.json")
+    assert (file.grid_sizes, file.topology_file) == ((), "2x2.json")
 
 
 def test_an_unknown_name_far_from_all_gets_the_list_alone() -> None:

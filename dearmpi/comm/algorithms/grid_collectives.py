@@ -29,20 +29,53 @@ from dearmpi.grid import Grid, GridStage, Line, Peer, num_chunks, piece, stages_
 _WINDOW = 2  # stages open at once in a dimension, so that one is on the wire while one is added
 
 
-def grid_of(sizes: Sequence[int], hosts: Sequence[str]) -> Grid:
+def grid_of(sizes: Sequence[int], hosts: Sequence[str], order: Sequence[int] = ()) -> Grid:
     """The grid of ``sizes``, from inner to outer, without dimensions of one rank.
 
-    hosts: of each rank; the product of ``sizes`` is their number.
+    hosts: of each rank; the product of ``sizes`` is their number. order: ranks by place; those of a
+    host next to each other unless given.
     """
     assert math.prod(sizes) == len(hosts), "a grid has a point for each rank"
-    return Grid(tuple(size for size in sizes if size > 1), ring_order(hosts))
+    return Grid(tuple(size for size in sizes if size > 1), tuple(order) or ring_order(hosts))
+
+
+_GROUPS = ("ranks", "hosts", "racks")
+
+
+def grid_of_places(world: World, topology: str, places: Sequence[tuple[str, ...]]) -> Grid | None:
+    """The grid of ranks whose places are known: of each its host, or its rack and host.
+
+    None where it has one dimension, which is what a ring is made for, and where one group has more
+    members than another. Rank 0 warns of that; ``topology`` is what asks for the grid.
+    """
+    paths = [(*place, str(rank)) for rank, place in enumerate(places)]
+    first: dict[tuple[str, ...], int] = {}
+    sizes = []
+    for number, depth in enumerate(range(len(paths[0]), 0, -1)):
+        for rank, path in enumerate(paths):
+            first.setdefault(path[:depth], rank)
+        counts = Counter(path[:-1] for path in {path[:depth] for path in paths})
+        if len(set(counts.values())) > 1:
+            if world.is_root:
+                warnings.warn(
+                    f"topology {topology!r} is flat here: {_GROUPS[number + 1]} have from "
+                    f"{min(counts.values())} to {max(counts.values())} {_GROUPS[number]}, and a "
+                    "grid needs as many in each",
+                    stacklevel=9,
+                )
+            return None
+        sizes.append(next(iter(counts.values())))
+    depths = range(1, len(paths[0]) + 1)
+    order = sorted(range(world.size), key=lambda rank: [first[paths[rank][:d]] for d in depths])
+    grid = Grid(tuple(size for size in sizes if size > 1), tuple(order))
+    return grid if len(grid.sizes) > 1 else None
 
 
 def choose_grid(world: World, config: EngineConfig) -> Grid | None:
     """The grid that ``config.topology`` describes; None for collectives without one.
 
-    Warns on rank 0 where hosts have different numbers of ranks. Raises ConfigError for sizes whose
-    product is not the number of ranks.
+    Warns as ``grid_of_places`` does. Raises ConfigError for sizes whose product is not the number
+    of ranks.
     """
     sizes = config.grid_sizes
     if sizes and math.prod(sizes) != world.size:
@@ -54,18 +87,8 @@ def choose_grid(world: World, config: EngineConfig) -> Grid | None:
     if config.topology == "flat" or world.size == 1:
         return None
     if not sizes:
-        counts = Counter(world.hosts)
-        if len(set(counts.values())) > 1:
-            if world.is_root:
-                warnings.warn(
-                    f"topology {config.topology!r} is flat here: hosts have from "
-                    f"{min(counts.values())} to {max(counts.values())} ranks, and a grid needs as "
-                    "many on each",
-                    stacklevel=9,
-                )
-            return None
-        sizes = (world.size // len(counts), len(counts))
-    grid = grid_of(sizes, world.hosts)
+        return grid_of_places(world, config.topology, [(host,) for host in world.hosts])
+    grid = grid_of(sizes, world.hosts, config.grid_order)
     return grid if len(grid.sizes) > 1 else None  # one dimension is what a ring is made for
 
 

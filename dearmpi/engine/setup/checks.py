@@ -164,16 +164,20 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
         )
 
 
-def check_job(world: World, params: Collection[nn.Parameter], *, config: EngineConfig) -> None:
-    """Raise ConfigError unless ``shards`` has a weight for each rank, if it has any, and for
-    routes as ``check_routes`` does (collective).
+def check_job(
+    world: World, params: Collection[nn.Parameter], *, config: EngineConfig
+) -> EngineConfig:
+    """``config``, with the grid of a topology's file in its place (collective).
+
+    Raises ConfigError unless ``shards`` has a weight for each rank, if it has any, for topologies
+    as ``settle_topology`` does, and for routes as ``check_routes`` does.
     """
     if config.has_weights and len(config.shards) != world.size:
         raise ConfigError(
             f"shards has {len(config.shards)} weights for {world.size} ranks; give one for each",
             code="settings-contradict",
         )
-    check_routes(world, params, config=config)
+    return check_routes(world, params, config=config)
 
 
 NOT_KNOWN: Mapping[nn.Parameter, str] = MappingProxyType({})

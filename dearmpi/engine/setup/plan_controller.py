@@ -142,7 +142,7 @@ class PlanController:
         training.
         """
         found = self.live.built.engine.codecs.algorithms
-        topology = "flat" if found.grid is None else str(found.grid)
+        topology = "flat" if found.grid is None else found.grid.text
         return replace(config, reduce_scatter=found.reduce_scatter, topology=topology)
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:

@@ -93,7 +93,7 @@ def make_spec(
     known = NOT_KNOWN if in_use is None else in_use.names
     optimizer, model, world = context.optimizer, context.model, context.world
     names = optimized_parameters(optimizer, model, known)
-    check_job(world, names, config=config)
+    config = check_job(world, names, config=config)
     layout = lay_out(names, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
         schedule, config = plan.schedule, replace(config, window=plan.window)

@@ -31,6 +31,10 @@ class Fields:
     def __contains__(self, key: str) -> bool:
         return key in self._values
 
+    def names(self) -> tuple[str, ...]:
+        """All keys, in their order."""
+        return tuple(self._values)
+
     def text(self, key: str, default: str | None = None) -> str:
         """The string at ``key``."""
         value = self._get(key, default)
@@ -109,6 +113,7 @@ _KINDS = {
     "reduce_scatter": "a calibration, as dear-train calibrate writes it",
     "buckets": "a plan, as dear-train plan writes it",
     "steps": "a collective's steps, as JSON",
+    "racks": 'a topology, as {"racks": {"left": ["n0", "n1"], "right": ["n2"]}}',
 }
 """The files of this package, by a key that stands in no other."""
 
