@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
     from dearmpi.local.area import BalancedBatches, auc_of
     from dearmpi.local.auc_loss import AucLoss
+    from dearmpi.local.codasca import Codasca
     from dearmpi.local.local_optimizer import LocalOptimizer
-    from dearmpi.local.primal_dual import Codasca, PrimalDual
+    from dearmpi.local.primal_dual import PrimalDual
     from dearmpi.local.scaffnew import Scaffnew
     from dearmpi.train.run.script_run import Run
     from dearmpi.tune.device_probe import probe_devices
@@ -59,7 +60,7 @@ __all__ = [
 _HOMES = {
     "AucLoss": "dearmpi.local.auc_loss",
     "BalancedBatches": "dearmpi.local.area",
-    "Codasca": "dearmpi.local.primal_dual",
+    "Codasca": "dearmpi.local.codasca",
     "DistributedDataParallel": "dearmpi.drop_in.wrapper",
     "DistributedOptimizer": "dearmpi.engine.optimizer",
     "EngineConfig": "dearmpi.config",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -31,6 +32,17 @@ from dearmpi.local.sync_settings import (
 )
 from dearmpi.plan.data.local_schedule import LocalSchedule
 
+AVERAGING: Mapping[str, Any] = MappingProxyType(
+    {
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "fragments": 1,
+        "delay": 0,
+        "mix": 0.0,
+        "compress": "none",
+    }
+)
+"""Arguments with which ranks go on from the mean of their parameters."""
 _MOST_FRAGMENTS, _MOST_DELAY, _MIX = 8, 5, 0.5
 
 
@@ -122,15 +134,13 @@ class LocalOptimizer(LocalSaving):
 
         ``more``: ``sync_after``, ``world``, ``config`` and ``compress``.
         """
-        settings: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "fragments": 1}
-        settings |= {"delay": 0, "mix": 0.0, "compress": "none"}
         for name in more:
-            if name in settings and name != "compress":
+            if name in AVERAGING and name != "compress":
                 raise ConfigError(
                     f"average() has no {name}, which it sets itself; call LocalOptimizer()",
                     code="settings-contradict",
                 )
-        return cls(inner, model, sync_every=sync_every, **settings | more)
+        return cls(inner, model, sync_every=sync_every, **{**AVERAGING, **more})
 
     @property
     def times(self) -> IterationTimes:
@@ -158,7 +168,7 @@ class LocalOptimizer(LocalSaving):
             self._times = self._dense.times
         else:
             self._check_shared()
-            self._optimizer.step()
+            self._step_alone()
         self._mark_stepped()
         self.num_steps += 1
         if self.num_steps > self.sync_after:
@@ -256,6 +266,9 @@ class LocalOptimizer(LocalSaving):
         self.exchanges = LocalSchedule(sync_every, fragments, delay)
         self.mix = check_mix((_MIX if delay else 0.0) if mix is None else mix, delay)
         self.fragments = self._anchor.fragments(fragments)
+
+    def _step_alone(self) -> None:
+        self._optimizer.step()
 
     def _exchange(self) -> None:
         """Merge what is due, then start what the schedule starts now."""

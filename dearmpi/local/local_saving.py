@@ -89,7 +89,9 @@ class LocalSaving(Readings):
         if self._dense is not None:
             return self._dense.local_state()
         outer, groups = self.outer.local_state(), self._optimizer.state_dict()["param_groups"]
-        own = pieces_of_rank(self._trained, self._optimizer.state, rank=self.world.rank)
+        own = pieces_of_rank(
+            self._trained, self._optimizer.state, self._own_tensors(), rank=self.world.rank
+        )
         return LocalState(
             groups, as_outer(outer.whole), own + pieces_of_outer(outer), as_outer(outer.owned)
         )
@@ -148,8 +150,16 @@ class LocalSaving(Readings):
             "parameters": _copies(self._trained),
             "anchor": _copies(self._anchor.shared if self._dense is None else self._trained),
             "outer": self.outer.state_dict(),
+            "own": {name: _copies(tensors) for name, tensors in self._own_tensors().items()},
         }
         return inner
+
+    def _own_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """By a parameter's name, what else this rank has of its own, shaped like it."""
+        return {}
+
+    def _take_own(self, local: Mapping[str, Any], is_own: bool) -> None:
+        """Go on from ``own`` of ``local``, if it is of this rank (collective)."""
 
     def _inner_state(self) -> dict[str, Any]:
         return dict(self._optimizer.state_dict())
@@ -183,6 +193,7 @@ class LocalSaving(Readings):
         merges = local["merges"] if is_own else None
         self._under_way = None if merges is None else Merge(tuple(merges["names"]), merges["due"])
         self._show()
+        self._take_own(local, is_own)
         if not is_own and not self.is_dense and self.world.is_root:
             warnings.warn(
                 f"the state was saved by rank {saved_by[1]} of {saved_by[0]} and is loaded on "
@@ -235,5 +246,5 @@ class LocalSaving(Readings):
             )
 
 
-def _copies(params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _copies(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in params.items()}

@@ -1,23 +1,16 @@
-"""PrimalDual, and Codasca, which corrects it for unequal ranks. CoDA is
-``LocalOptimizer.average(PrimalDual(...))``.
-"""
+"""PrimalDual: the optimizer of CoDA, which is ``LocalOptimizer.average(PrimalDual(...))``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from dearmpi.comm.world import World
-from dearmpi.config import EngineConfig
-from dearmpi.engine.setup.checks import optimized_parameters
-from dearmpi.errors import CheckpointError, ConfigError, UsageError
-from dearmpi.local.anchor import Anchor
-from dearmpi.local.local_optimizer import LocalOptimizer
+from dearmpi.errors import ConfigError, UsageError
 
 
 class PrimalDual(Optimizer):
@@ -93,118 +86,3 @@ class PrimalDual(Optimizer):
         if getattr(param, "least", None) is not None:
             param.clamp_(min=param.least)  # type: ignore[attr-defined]
         state["step"] += 1
-
-
-class Codasca:
-    """``LocalOptimizer.average`` for ranks with unequal data: each corrects its gradients by the
-    difference of all ranks' mean gradient and its own, of the round before.
-
-    It exchanges twice as many bytes. Use it as an optimizer: ``zero_grad``, ``step``, ``close``.
-    Source: CODASCA, arXiv 2102.04635.
-
-    local: the optimizer that averages; its ``at_anchor`` shows what ranks share.
-    """
-
-    def __init__(
-        self,
-        inner: Optimizer,
-        model: nn.Module,
-        *,
-        sync_every: int = 8,
-        world: World | None = None,
-        config: EngineConfig | None = None,
-    ) -> None:
-        """Rank 0's parameters and buffers are copied to all ranks (collective)."""
-        self.local = LocalOptimizer.average(
-            inner, model, sync_every=sync_every, world=world, config=config
-        )
-        self.world, self._every = self.local.world, sync_every
-        names = optimized_parameters(inner, model)
-        self._params = {name: param for param, name in names.items() if param.is_floating_point()}
-        zeros = {name: torch.zeros_like(param) for name, param in self._params.items()}
-        # The mean of what ranks bring, by an outer SGD with lr 1, is what they share.
-        self._anchor = Anchor(
-            {name: nn.Parameter(value) for name, value in zeros.items()},
-            world=self.world,
-            lr=1.0,
-            momentum=0.0,
-            config=config or EngineConfig(),
-        )
-        self._sums = {name: value.clone() for name, value in zeros.items()}
-        self._corrections = zeros
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients of this rank."""
-        self.local.zero_grad(set_to_none=set_to_none)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take a corrected local step; the last one of a round exchanges (then collective)."""
-        for name, param in self._params.items():
-            if param.grad is not None:
-                self._sums[name].add_(param.grad)
-                param.grad.add_(self._corrections[name])
-        self.local.step()
-        if self.local.num_steps % self._every == 0:
-            own = {name: total.div_(self._every) for name, total in self._sums.items()}
-            self._anchor.start_exchange(tuple(own), own)
-            self._anchor.wait()
-            for name, mean in self._anchor.shared.items():
-                self._corrections[name].copy_(mean - own[name])
-                self._sums[name].zero_()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of ``local`` and this rank's corrections (collective); save it on all ranks."""
-        return {
-            "local": self.local.state_dict(),
-            "codasca": {
-                **self._identity(),
-                "sums": _copies(self._sums),
-                "corrections": _copies(self._corrections),
-                "mean": _copies(self._anchor.shared),
-            },
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from this rank's state, bit by bit (collective).
-
-        Raises CheckpointError, on all ranks, where a state is of another rank, number of ranks,
-        ``sync_every`` or model: corrections belong to a rank's data.
-        """
-        saved, own = state_dict.get("codasca", {}), self._identity()
-        names = saved.get("sums", {}).keys()
-        found = {key: saved.get(key) for key in own}
-        fault = "" if found == own and names == self._sums.keys() else f"{found} instead of {own}"
-        faults = self.world.all_gather_text(fault)
-        if any(faults):
-            rank = next(rank for rank, text in enumerate(faults) if text)
-            raise CheckpointError(
-                f"rank {rank} loads a state of Codasca with {faults[rank]}, or with other "
-                "parameters; load each rank's own state on as many ranks",
-                code="state-of-other-model",
-            )
-        self.local.load_state_dict(state_dict["local"])
-        for values, kept in (
-            (self._sums, saved["sums"]),
-            (self._corrections, saved["corrections"]),
-            (self._anchor.shared, saved["mean"]),
-        ):
-            for name, value in values.items():
-                value.copy_(kept[name])
-
-    def close(self) -> None:
-        """Give back what the exchanges have taken (collective)."""
-        self.local.close()
-        self._anchor.close()
-
-    def _identity(self) -> dict[str, int]:
-        return {
-            "rank": self.world.rank,
-            "world_size": self.world.size,
-            "sync_every": self._every,
-        }
-
-
-def _copies(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in values.items()}

@@ -1,7 +1,8 @@
 """Rank state: what each rank has of its own, as pieces of a checkpoint that holds all ranks'.
 
 An entry of a parameter's state is called after the rank that has it, such as ``rank3.exp_avg``;
-``rank3.values`` is the parameter itself. Those of the outer optimizer are ``outer.``.
+``rank3.values`` is the parameter itself, ``rank3.own.correction`` what an algorithm keeps besides.
+Those of the outer optimizer are ``outer.``.
 """
 
 from __future__ import annotations
@@ -16,19 +17,26 @@ from torch import Tensor, nn
 from dearmpi.engine.bucket.buffers import flattened, is_dense
 from dearmpi.engine.state.sharded_state import LocalState, StatePiece
 
-_VALUES, _OUTER = "values", "outer."
+_VALUES, _OWN, _OUTER = "values", "own.", "outer."
 Entries = Mapping[str, Any]
 
 
 def pieces_of_rank(
-    params: Mapping[str, nn.Parameter], state: Mapping[Tensor, Entries], *, rank: int
+    params: Mapping[str, nn.Parameter],
+    state: Mapping[Tensor, Entries],
+    own: Mapping[str, Mapping[str, Tensor]],
+    *,
+    rank: int,
 ) -> list[StatePiece]:
-    """The values of ``params`` and the inner optimizer's ``state``, as those of ``rank``."""
+    """The values of ``params``, the inner optimizer's ``state``, and by a parameter's name what
+    else it has of its ``own``, as those of ``rank``.
+    """
     pieces = []
     for name, param in params.items():
         tensors = {_VALUES: flattened(param.detach())}
         scalars: dict[str, Any] = {}
-        for key, value in state.get(param, {}).items():
+        further = {_OWN + key: value for key, value in own.get(name, {}).items()}
+        for key, value in {**state.get(param, {}), **further}.items():
             if isinstance(value, Tensor) and _is_like(value, param):
                 tensors[key] = flattened(value)
             else:
@@ -84,21 +92,22 @@ def join_entries(
     size: int,
     is_own: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inner optimizer's state in torch's form, and by name ``parameters`` and the ``outer``
-    optimizer's state, of what ``size`` ranks have saved.
+    """The inner optimizer's state in torch's form, and by name ``parameters``, what else a rank has
+    of its ``own`` and the ``outer`` optimizer's state, of what ``size`` ranks have saved.
 
     is_own: they are those of ``rank``; else the mean of all.
     """
     if not has_ranks(saved["state"]):
-        return dict(saved), {"parameters": {}, "outer": {}}
+        return dict(saved), {"parameters": {}, "own": {}, "outer": {}}
     names = {id(param): name for name, param in trained.items()}
     places = {name: place for place, name in enumerate(trained)}
     params = [param for group in groups for param in group["params"]]
     inner: dict[int, Any] = {}
-    local: dict[str, dict[Any, Any]] = {"parameters": {}, "outer": {}}
+    local: dict[str, dict[Any, Any]] = {"parameters": {}, "own": {}, "outer": {}}
     for index, entries in saved["state"].items():
         name = names[id(params[index])]
         values, own = own_entries(entries, rank if is_own else 0)
+        local["own"][name] = _under(entries, f"rank{rank}.{_OWN}")
         if found := own if is_own else mean_entries(entries, size):
             inner[index] = found
         if values is not None:
@@ -111,7 +120,8 @@ def join_entries(
 def own_entries(entries: Entries, rank: int) -> tuple[Tensor | None, dict[str, Any]]:
     """The values of a parameter and the inner optimizer's state, as ``rank`` had them."""
     own = _under(entries, f"rank{rank}.")
-    return own.pop(_VALUES, None), own
+    inner = {key: value for key, value in own.items() if not key.startswith(_OWN)}
+    return inner.pop(_VALUES, None), inner
 
 
 def mean_entries(entries: Entries, size: int) -> dict[str, Any]:

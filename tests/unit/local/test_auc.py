@@ -232,8 +232,7 @@ def train(world: World, *, every: int, kind: str, by_label: bool = False, steps:
             taken += 1
             if taken == steps:
                 break
-    local = optimizer.local if kind == "codasca" else optimizer
-    with local.at_anchor(), torch.no_grad():
+    with optimizer.at_anchor(), torch.no_grad():
         part = slice(world.rank, None, world.size)
         area = auc_of(model.score(test_x[part]), test_y[part], world)
     optimizer.close()
@@ -308,9 +307,12 @@ def test_corrected_training_resumes_bit_for_bit() -> None:
         saved = copy.deepcopy(optimizer.state_dict())
         go_on(model, optimizer, range(5, 10), world.rank)
         again, resumed = build(world)
-        other = {**saved, "codasca": {**saved["codasca"], "rank": 0}}
-        with raises(CheckpointError, "state-of-other-model", "rank 1"):
+        other = {**saved, "local": {**saved["local"], "rank": 0}}
+        with raises(CheckpointError, "state-of-other-model", "rank 1", "rank 0"):
             resumed.load_state_dict(other)
+        plain = {key: saved["local"][key] for key in saved["local"] if key != "sync_every"}
+        with raises(CheckpointError, "state-of-other-model", "corrections"):
+            resumed.load_state_dict({**saved, "local": plain})
         resumed.load_state_dict(saved)
         go_on(again, resumed, range(5, 10), world.rank)
         for one, two in zip(model.parameters(), again.parameters(), strict=True):
@@ -319,6 +321,54 @@ def test_corrected_training_resumes_bit_for_bit() -> None:
         resumed.close()
 
     run_ranks(2, compare)
+
+
+def test_on_other_ranks_corrections_begin_anew_and_cancel() -> None:
+    """Two ranks stop in the middle of a round, and three go on."""
+
+    def build(world: World) -> tuple[nn.Module, Codasca]:
+        model = scorer(4)
+        return model, Codasca(
+            torch.optim.SGD(model.parameters(), 0.5), model, sync_every=3, world=world
+        )
+
+    def go_on(model: nn.Module, optimizer: Codasca, steps: int, rank: int) -> None:
+        x, y, *_ = digits()
+        for step in range(steps):
+            optimizer.zero_grad()
+            batch = slice(40 * (3 * step + rank), 40 * (3 * step + rank + 1))
+            model((x[batch], y[batch])).backward()
+            optimizer.step()
+
+    def begin(world: World) -> Any:
+        model, optimizer = build(world)
+        go_on(model, optimizer, 5, world.rank)
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        return saved
+
+    def resume(world: World) -> list[Tensor]:
+        model, optimizer = build(world)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        for param, value in zip(model.parameters(), saved["local"]["anchor"].values(), strict=True):
+            assert torch.equal(param, value)
+        assert all(not one.any() for one in corrections(optimizer))
+        go_on(model, optimizer, 1, world.rank)  # the last of the round
+        found = corrections(optimizer)
+        go_on(model, optimizer, 2, world.rank)
+        optimizer.close()
+        return found
+
+    def corrections(optimizer: Codasca) -> list[Tensor]:
+        own = optimizer.state_dict()["local"]["own"]
+        return [tensors["correction"] for tensors in own.values()]
+
+    saved = run_ranks(2, begin)[0]
+    with pytest.warns(UserWarning, match="corrections of 2 ranks"):
+        of_ranks = run_ranks(3, resume)
+    for of_param in zip(*of_ranks, strict=True):
+        torch.testing.assert_close(sum(of_param), torch.zeros_like(of_param[0]), atol=1e-6, rtol=0)
+    assert any(one.abs().max() > 1e-3 for one in of_ranks[0])
 
 
 def test_an_exchange_in_each_step_equals_averaged_gradients() -> None:
