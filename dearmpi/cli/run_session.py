@@ -121,7 +121,8 @@ def describe_start(
     if (local := job.local) is not None:
         schedule = local.exchanges
         lines.append(
-            f"local steps: an exchange every {schedule.sync_every} steps, "
+            f"local steps ({settings.algorithm or 'diloco'}): an exchange every "
+            f"{schedule.sync_every} steps, "
             f"{count_text(schedule.fragments, 'fragment')}, delay {schedule.delay}, mix "
             f"{local.mix:g}; evaluations and checkpoints show what ranks share"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from dearmpi.engine.scaling import GradScaler
 from dearmpi.engine.setup.self_planning import MOST_STEPS
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.local.codasca import Codasca
 from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, read_plan
@@ -413,24 +415,24 @@ def _train_alone(
     state: dict[str, Any] | None,
 ) -> LocalOptimizer:
     """``inner`` on each rank, with exchanges, and with what the ranks of ``snapshot`` had."""
-    given = {
+    assert settings.sync_every is not None
+    make: Callable[..., LocalOptimizer] = LocalOptimizer
+    if settings.algorithm in ("coda", "codasca"):
+        make = LocalOptimizer.average if settings.algorithm == "coda" else Codasca
+    given: dict[str, Any] = {
         "outer_lr": settings.outer_lr,
         "outer_momentum": settings.outer_momentum,
         "fragments": settings.sync_fragments,
         "delay": settings.sync_delay,
         "mix": settings.sync_mix,
     }
-    assert settings.sync_every is not None
+    given = {name: value for name, value in given.items() if value is not None}
+    if make is not Codasca:
+        given |= {"sync_after": settings.sync_after, "compress": settings.compress}
+    config = replace(settings.engine(), eager=False)
     try:
-        optimizer = LocalOptimizer(
-            inner,
-            task.model,
-            sync_every=settings.sync_every,
-            sync_after=settings.sync_after,
-            compress=settings.compress,
-            world=world,
-            config=replace(settings.engine(), eager=False),
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+        optimizer = make(
+            inner, task.model, sync_every=settings.sync_every, world=world, config=config, **given
         )
     except ConfigError as error:
         raise AgreedError(str(error), exit_code=error.exit_code, code=error.code) from error

@@ -54,6 +54,7 @@ from dearmpi.train.settings.sources import (
     OF_DEVICES,
     Source,
     before_task,
+    from_algorithm,
     from_checkpoint,
     from_task,
     merge,
@@ -169,7 +170,8 @@ def settle(
     Raises ConfigError for what has no effect or cannot be had, and where the run to resume has
     other settings; CheckpointError where it had other data.
     """
-    settings = resolve([*sources, from_task(task.defaults, task=task.name)])
+    of_task = from_task(task.defaults, task=task.name)
+    settings = resolve([*sources, from_algorithm(sources), of_task])
     choice = choose_optimizer(settings)
     settings = replace(settings, lr=choice.lr, optimizer=choice.name)
     if settings.epochs is None and settings.max_steps is None:

@@ -30,6 +30,7 @@ LrSchedule = Literal["constant", "cosine", "step"]
 NoDecay = Literal["norms", "biases"]
 TrackerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 OnNan = Literal["stop", "skip"]
+LocalAlgorithm = Literal["diloco", "coda", "codasca"]
 BatchSharesName = Literal["auto", "even"]
 
 _LIMITS = StallLimits()
@@ -238,6 +239,16 @@ class RunChoices:
         "steps that ranks train alone between exchanges of what they learned (DiLoCo); default: "
         "gradients are averaged in each",
         least=1,
+        fixed=True,
+    )
+    algorithm: LocalAlgorithm | None = setting(
+        None,
+        "Communication",
+        "choice",
+        "with --sync-every: how ranks share what they learned. coda: the mean of their parameters, "
+        "by default with dearmpi:PrimalDual; codasca: besides, each corrects its gradients by the "
+        "mean of all; default: diloco",
+        choices=get_args(LocalAlgorithm),
         fixed=True,
     )
     sync_after: int = setting(

@@ -79,6 +79,7 @@ class RunSettings(RunChoices):
                         code="setting-without-effect",
                     )
             return
+        self._check_algorithm()
         refused = (
             ("plan", self.plan, (None, "none")),
             ("on_nan", self.on_nan, ("stop",)),
@@ -94,6 +95,20 @@ class RunSettings(RunChoices):
                 raise ConfigError(
                     f"sync_every is {self.sync_every}, but {name} is {value!r}, which local steps "
                     "do not serve; leave one of the two out",
+                    code="settings-contradict",
+                )
+
+    def _check_algorithm(self) -> None:
+        """Raise ConfigError for what an algorithm decides by itself."""
+        decided = {
+            "coda": OF_DILOCO,
+            "codasca": (*OF_DILOCO, "sync_after", "compress"),
+        }.get(self.algorithm or "", ())
+        for name in decided:
+            if getattr(self, name) not in (None, 0, "none"):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but algorithm {self.algorithm} averages "
+                    "parameters as they are; leave one of the two out",
                     code="settings-contradict",
                 )
 
@@ -184,14 +199,8 @@ class RunSettings(RunChoices):
         }
 
 
-OF_LOCAL_STEPS = (
-    "sync_after",
-    "sync_fragments",
-    "sync_delay",
-    "sync_mix",
-    "outer_lr",
-    "outer_momentum",
-)
+OF_DILOCO = ("sync_fragments", "sync_delay", "sync_mix", "outer_lr", "outer_momentum")
+OF_LOCAL_STEPS = ("algorithm", "sync_after", *OF_DILOCO)
 OF_OWN_CODE = ("task", "optimizer")  # which may name a file
 PLANNING = ("auto", "bayes")  # plans that are found while training
 EXCLUSIVE = (

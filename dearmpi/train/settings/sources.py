@@ -63,6 +63,7 @@ PREFIX = "DEAR_TRAIN_"
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
 # What suits one optimizer says nothing about another.
+OF_AUC = ("coda", "codasca")  # algorithms with an optimizer of their own
 OF_THE_OPTIMIZER = ("optimizer_options", "lr", "momentum", "weight_decay", "no_decay")
 OF_THE_STEP_SCHEDULE = ("lr_milestones", "lr_gamma")
 # Of the process that trains, not of the run: MPI is asked for it before a checkpoint is looked for.
@@ -237,6 +238,13 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
                 code="setting-without-effect",
             )
     return make_source("task", defaults, origin=origin)
+
+
+def from_algorithm(sources: Sequence[Source]) -> Source:
+    """What the algorithm recommends that the user or the checkpoint chose, before the task does."""
+    algorithm = merge(sources).get("algorithm")
+    own = {"optimizer": "dearmpi:PrimalDual", "lr": 0.1} if algorithm in OF_AUC else {}
+    return make_source("task", own, origin=f"the defaults of algorithm {algorithm}")
 
 
 def merge(sources: Sequence[Source]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from dearmpi.engine.bucket import bucket
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.settings.settings import RunSettings
+from dearmpi.train.tasks.auc import build_auc
+from dearmpi.train.tasks.task import Task
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.unit.train.points import Notes, make_job, make_task, parameters, train
@@ -35,15 +37,28 @@ LOCAL: dict[str, Any] = {
     "eval_interval": 5,
 }
 TASK = make_task()
+AVERAGE: dict[str, Any] = {
+    "optimizer": "dearmpi:PrimalDual",
+    "optimizer_options": {"stage_steps": 6},
+    "sync_fragments": None,
+    "sync_delay": None,
+}
+CODA, CODASCA = ({"algorithm": name, **AVERAGE} for name in ("coda", "codasca"))
 
 
 def run(
-    world: World, folder: Path, steps: int, *, resume: Path | None = None, **more: Any
+    world: World,
+    folder: Path,
+    steps: int,
+    *,
+    task: Task = TASK,
+    resume: Path | None = None,
+    **more: Any,
 ) -> tuple[list[Tensor], Notes]:
     settings = RunSettings(max_steps=steps, **{**LOCAL, **more})
     snapshot = None if resume is None else checkpoint.load(resume)
     with _building:  # the random state is the process's
-        task = copy.deepcopy(TASK)
+        task = copy.deepcopy(task)
     job = make_job(world, settings, task, snapshot)
     _, notes = train(job, folder)
     return parameters(task.model), notes
@@ -59,6 +74,8 @@ _building = threading.Lock()
         *((stop, {"sync_after": 5}) for stop in (4, 5, 7)),
         (7, {"compress": "int8"}),
         (10, {"compress": "int4"}),
+        (7, CODA),
+        *((stop, CODASCA) for stop in (6, 7)),
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(
@@ -84,12 +101,30 @@ def test_what_is_saved_is_what_ranks_share_and_ends_in_the_model(tmp_path: Path)
     assert not torch.equal(entries["rank0.values"], entries["rank1.values"])  # type: ignore[arg-type]
 
 
+def test_parameters_of_one_number_resume_bit_for_bit(tmp_path: Path) -> None:
+    """As those of a loss for the area under the curve, with what is maximised among them."""
+    pytest.importorskip("sklearn")
+    options: dict[str, Any] = {**CODASCA, "lr": 0.1, "task": build_auc("digits", {"width": "2"})}
+    (whole, _), _ = run_ranks(2, lambda world: run(world, tmp_path / "a", 13, **options))
+    run_ranks(2, lambda world: run(world, tmp_path / "b", 7, **options))
+    newest = tmp_path / "b" / "checkpoints" / "step-00000007"
+    again = run_ranks(2, lambda world: run(world, tmp_path / "b", 13, resume=newest, **options))
+    assert all(torch.equal(a, b) for a, b in zip(whole, again[0][0], strict=True))
+
+
+@pytest.mark.parametrize("more", [{}, CODASCA], ids=["diloco", "codasca"])
 @pytest.mark.parametrize("size", [1, 3])
-def test_other_numbers_of_ranks_go_on_from_what_is_shared(tmp_path: Path, size: int) -> None:
-    run_ranks(2, lambda world: run(world, tmp_path / "two", 7))
+def test_other_numbers_of_ranks_go_on_from_what_is_shared(
+    tmp_path: Path, size: int, more: dict[str, Any]
+) -> None:
+    run_ranks(2, lambda world: run(world, tmp_path / "two", 7, **more))
     newest = tmp_path / "two" / "checkpoints" / "step-00000007"
+
+    def go_on(world: World) -> tuple[list[Tensor], Notes]:
+        return run(world, tmp_path / "other", 13, resume=newest, **more)
+
     with pytest.warns(UserWarning, match="rank 0 of 2"):
-        ranks = run_ranks(size, lambda world: run(world, tmp_path / "other", 13, resume=newest))
+        ranks = run_ranks(size, go_on)
     assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[-1][0], strict=True))
 
 
@@ -106,12 +141,15 @@ REFUSED: list[dict[str, Any]] = [
     {"schedule": "wfbp"},
     {"trace": "2:4"},
     {"ema": 0.9},
+    {"algorithm": "coda", "outer_lr": 0.5},
+    {"algorithm": "codasca", "sync_delay": 1},
+    {"algorithm": "codasca", "compress": "int8"},
 ]
 
 
 @pytest.mark.parametrize("more", REFUSED, ids=str)
 def test_settings_that_local_steps_lack_are_refused(more: dict[str, Any]) -> None:
-    with raises(ConfigError, "settings-contradict", "sync_every", *more):
+    with raises(ConfigError, "settings-contradict", *more):
         RunSettings(sync_every=4, **more)
 
 
