@@ -192,17 +192,16 @@ def grid() -> Iterator[EngineConfig]:
 def axes() -> Iterator[EngineConfig]:
     """Each kind with the same and with own coordinates, of the whole model or of each parameter."""
     coordinates: Coordinates
-    scope: Scope
+    scopes: tuple[Scope, ...] = ("bucket", "parameter")
     for compress in SPARSE:
         for coordinates in get_args(Coordinates):
-            for scope in get_args(Scope):
-                if compress != "block-topk" or scope == "bucket":
-                    yield EngineConfig(
-                        compress=compress,  # type: ignore[arg-type]
-                        density=DENSITIES[-1],
-                        coordinates=coordinates,
-                        scope=scope,
-                    )
+            for scope in scopes:
+                yield EngineConfig(
+                    compress=compress,  # type: ignore[arg-type]
+                    density=DENSITIES[-1],
+                    coordinates=coordinates,
+                    scope=scope,
+                )
 
 
 GRIDS = {"densities": grid, "axes": axes}

@@ -159,7 +159,8 @@ class EngineConfig:
         gradient, ``ef21`` sends differences to an estimate, for any optimizer, ``none`` drops it;
         None: ``ef14``.
     scope: of sparse ``compress``, of what a share is sent: of each ``bucket``'s shards, or of each
-        ``parameter``, so that none waits for larger ones; None: ``bucket``.
+        ``parameter``, so that none waits for larger ones; None: ``bucket``. Of each parameter
+        ``block-topk`` sends a block at least.
     coordinates: of sparse ``compress``: ``shared``, all ranks send the same elements, or ``own``,
         each chooses by itself; None: ``own`` with ``topk``, else ``shared``. Shared ones of
         ``topk`` are the largest of a shard's owner.
@@ -407,12 +408,6 @@ class EngineConfig:
                     f"elements; leave {name} out, or take one of {', '.join(SPARSE)}",
                     code="setting-without-effect",
                 )
-        if self.scope == "parameter" and self.compress == "block-topk":
-            raise ConfigError(
-                "scope is 'parameter', but compress is 'block-topk', whose blocks have elements of "
-                "several parameters; leave scope out, or take compress 'topk'",
-                code="settings-contradict",
-            )
         if self.compress_after < 0:
             raise ConfigError(
                 f"compress_after is {self.compress_after}; it is a number of steps, 0 or more",

@@ -8,7 +8,8 @@ backprop, and needs no all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.residual import ErrorFeedback
-from dearmpi.engine.codec.sparse import FAR_APART, SparseReduce
+from dearmpi.engine.codec.sparse import FAR_APART, Segment, SparseReduce
 
 _PIECE = 1 << 16  # elements at once: their magnitudes stay in a core's cache
 ALIGNMENT = 64  # bytes
@@ -161,19 +162,34 @@ class TopBlocks(SparseReduce):
         *,
         density: float,
         feedback: ErrorFeedback,
+        shards: Sequence[Sequence[Segment]] | None = None,
     ) -> None:
-        """As ``SparseReduce``."""
+        """As ``SparseReduce``. ``shards``: of what a share is sent, by shard; None: of all."""
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
-        num = math.ceil(self.num_sent / BLOCK)
-        self._block = math.ceil(self.num_sent / num)
-        # The last block reaches back over the one before where the shard's length asks for it.
-        firsts = range(0, self.numel, self._block)
-        self._num_chosen = min(num, len(firsts))
-        self._starts = torch.tensor([min(one, self.numel - self._block) for one in firsts])
         spec, width = bucket.spec, bucket.spec.itemsize
-        each = len(firsts) * _NUM_PROJECTIONS * width
+        shards = shards or [[Segment(0, self.numel, self.num_sent)]] * spec.world_size
+        self._block = block_length(shards)
+        self._shards = [[self._cut(one) for one in shard] for shard in shards]
+        num_blocks, self._num_chosen = (
+            max(1, *(sum(getattr(one, of) for one in shard) for shard in self._shards))
+            for of in ("num_blocks", "num_chosen")
+        )
+        self._starts = torch.zeros(spec.world_size, num_blocks, dtype=torch.int64, device="cpu")
+        for row, shard in zip(self._starts, self._shards, strict=True):
+            starts = torch.cat([one.starts for one in shard] or [row[:1]])
+            row[: len(starts)] = starts
+        each = num_blocks * _NUM_PROJECTIONS * width
         each += self._num_chosen * (INDEX_BYTES + self._block * width) + self.num_flags * width
         self.sparse_bytes = (spec.world_size - 1) * each
+
+    def _cut(self, segment: Segment) -> _Blocks:
+        """A last block reaches back over the one before; one longer than its segment has of what
+        lies beside it.
+        """
+        starts = torch.arange(segment.start, segment.stop, self._block, device="cpu")
+        starts.clamp_(max=max(segment.start, segment.stop - self._block))
+        starts.clamp_(max=self.numel - self._block)
+        return _Blocks(starts, min(-(-segment.num // self._block), len(starts)))
 
     def reduce(
         self, rows: Tensor, collectives: Collectives, *, finite: bool
@@ -186,12 +202,11 @@ class TopBlocks(SparseReduce):
             projected.fill_(math.nan)
         yield self.algorithm.start_reduce_scatter(projected.view(-1), collectives)
         choices = torch.empty(size, self._num_chosen, dtype=torch.int32, device="cpu")
-        weights = projected[own].square().sum(1)
-        choices[own] = weights.topk(self._num_chosen).indices.sort().values
+        choices[own] = self._choose(projected[own].square().sum(1), self._shards[own])
         with to_choices:
             request = collectives.start_all_gather(choices.view(-1), "ring")
         yield request
-        firsts = self._starts[choices.long()][..., None]
+        firsts = self._starts.gather(1, choices.long())[..., None]
         places = (firsts + torch.arange(self._block, device="cpu")).view(size, -1)
         num = places.shape[1]
         held = self.scratch.take(rows, size * (num + self.num_flags))
@@ -209,16 +224,54 @@ class TopBlocks(SparseReduce):
         self.scratch.give_back(held)
         return flag
 
+    def _choose(self, weights: Tensor, shard: Sequence[_Blocks]) -> Tensor:
+        """The heaviest blocks of each segment; a shard that has fewer repeats the last."""
+        first, parts = 0, []
+        for one in shard:
+            own = weights[first : first + one.num_blocks].topk(one.num_chosen).indices
+            parts.append(own.sort().values + first)
+            first += one.num_blocks
+        chosen = torch.cat(parts or [torch.zeros(1, dtype=torch.int64, device="cpu")])
+        return torch.cat([chosen, chosen[-1:].expand(self._num_chosen - len(chosen))])
+
     def _project(self, rows: Tensor) -> Tensor:
         """Of each block of each shard a few sums, each with random weights."""
         generator = torch.Generator().manual_seed(self.index * FAR_APART + self.turn)
         shape = (self._block, _NUM_PROJECTIONS)
         weights = torch.randn(shape, generator=generator, dtype=rows.dtype, device="cpu")
-        num_whole = self.numel // self._block
-        projected = rows.new_empty(len(rows), len(self._starts), _NUM_PROJECTIONS)
-        for row, sums in zip(rows, projected, strict=True):
-            whole = row[: num_whole * self._block].view(num_whole, -1)
-            torch.mm(whole, weights, out=sums[:num_whole])
-            if num_whole < len(sums):
-                sums[-1] = row[-self._block :] @ weights
+        projected = rows.new_zeros(len(rows), self._starts.shape[1], _NUM_PROJECTIONS)
+        for row, sums, shard in zip(rows, projected, self._shards, strict=True):
+            first = 0
+            for one in shard:
+                self._project_segment(row, one, weights, sums[first : first + one.num_blocks])
+                first += one.num_blocks
         return projected
+
+    def _project_segment(self, row: Tensor, one: _Blocks, weights: Tensor, sums: Tensor) -> None:
+        start, last = int(one.starts[0]), int(one.starts[-1])
+        num_whole = (last - start) // self._block + 1
+        whole = row[start : start + num_whole * self._block].view(num_whole, -1)
+        torch.mm(whole, weights, out=sums[:num_whole])
+        if num_whole < len(sums):
+            sums[-1] = row[last : last + self._block] @ weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Of a segment: where its blocks start, and how many are sent."""
+
+    starts: Tensor
+    num_chosen: int
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.starts)
+
+
+def block_length(shards: Sequence[Sequence[Segment]]) -> int:
+    """Elements of a block: of the mean share of a segment, in as many as are of ``BLOCK`` at most;
+    so that segments, which send one at least, send twice their shares at most.
+    """
+    shares = [one.num for shard in shards for one in shard]
+    mean = math.ceil(sum(shares) / len(shares))
+    return math.ceil(mean / math.ceil(mean / BLOCK))

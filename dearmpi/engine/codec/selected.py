@@ -12,7 +12,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,42 +20,12 @@ from torch import Tensor
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Collectives, Request
-from dearmpi.config import Scope
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.largest import ALIGNMENT, BLOCK, INDEX_BYTES, LOWERED, largest
+from dearmpi.engine.codec.largest import ALIGNMENT, INDEX_BYTES, LOWERED, block_length, largest
 from dearmpi.engine.codec.residual import ErrorFeedback
-from dearmpi.engine.codec.sparse import SparseReduce
+from dearmpi.engine.codec.sparse import Segment, SparseReduce
 
 _ALL_RANKS = -1  # in place of a rank, where all choose alike
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Elements ``start`` to ``stop`` of a shard, of which ``num`` are sent in a step."""
-
-    start: int
-    stop: int
-    num: int
-
-
-def segments_of(bucket: BucketRuntime, *, density: float, scope: Scope) -> list[list[Segment]]:
-    """By shard, in order: the shard, or what it has of each parameter."""
-    spec = bucket.spec
-    if scope == "bucket":
-        length = spec.largest_shard
-        return [[Segment(0, length, math.ceil(density * length))] for _ in range(spec.world_size)]
-    shards = []
-    for rank in range(spec.world_size):
-        first, last = spec.shard_range(rank)
-        bounds = [(max(p.start, first), min(p.stop, last)) for p in spec.placements]
-        shards.append(
-            [
-                Segment(start - first, stop - first, math.ceil(density * (stop - start)))
-                for start, stop in bounds
-                if start < stop
-            ]
-        )
-    return shards
 
 
 class Selector(ABC):
@@ -112,24 +82,33 @@ class LargestElements(Selector):
 
 
 class HeaviestBlocks(Selector):
-    """The blocks of the largest norms; for whole shards."""
+    """The blocks of the largest norms, of one length everywhere."""
 
     def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
-        whole = shards[0][0]
-        num = math.ceil(whole.num / BLOCK)
-        self.block = math.ceil(whole.num / num)
-        self._length = whole.stop
-        num = min(num, math.ceil(self._length / self.block))
-        super().__init__(index, [[Segment(0, self._length, num)] for _ in shards])
+        self.block = block_length(shards)
+        self._length = max(one.stop for shard in shards for one in shard)
+        in_blocks = [[replace(one, num=self._share(one)) for one in shard] for shard in shards]
+        super().__init__(index, in_blocks)
+
+    def choose(self, row: Tensor, shard: int, *, rank: int, turn: int) -> Tensor:
+        """A segment shorter than a block is sent with what lies beside it."""
+        chosen = super().choose(row, shard, rank=rank, turn=turn)
+        return chosen.clamp_(max=self._length - self.block).sort().values
 
     def choose_in(
         self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
     ) -> Tensor:
         """The last block reaches back over the one before where the length asks for it."""
-        padded = -(-self._length // self.block) * self.block
-        blocks = torch.nn.functional.pad(values, (0, padded - self._length)).view(-1, self.block)
+        padding = self._num_in(segment) * self.block - len(values)
+        blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, self.block)
         chosen = blocks.square().sum(1).topk(segment.num).indices.sort().values
-        return (chosen * self.block).clamp_(max=self._length - self.block)
+        return (chosen * self.block).clamp_(max=max(0, len(values) - self.block))
+
+    def _share(self, segment: Segment) -> int:
+        return min(-(-segment.num // self.block), self._num_in(segment))
+
+    def _num_in(self, segment: Segment) -> int:
+        return -(-(segment.stop - segment.start) // self.block)
 
 
 class DrawnElements(Selector):

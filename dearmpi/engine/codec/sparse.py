@@ -12,6 +12,7 @@ import math
 import random
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,11 +20,41 @@ from torch import Tensor
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Chain, Collectives, Request
+from dearmpi.config import Scope
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import StatelessCodec, elements_sent
 from dearmpi.engine.codec.residual import ErrorFeedback
 
 FAR_APART = 1 << 40  # seeds of two buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``start`` to ``stop`` of a shard, of which ``num`` are sent in a step."""
+
+    start: int
+    stop: int
+    num: int
+
+
+def segments_of(bucket: BucketRuntime, *, density: float, scope: Scope) -> list[list[Segment]]:
+    """By shard, in order: the shard, or what it has of each parameter."""
+    spec = bucket.spec
+    if scope != "parameter":
+        length = spec.largest_shard
+        return [[Segment(0, length, math.ceil(density * length))] for _ in range(spec.world_size)]
+    shards = []
+    for rank in range(spec.world_size):
+        first, last = spec.shard_range(rank)
+        bounds = [(max(p.start, first), min(p.stop, last)) for p in spec.placements]
+        shards.append(
+            [
+                Segment(start - first, stop - first, math.ceil(density * (stop - start)))
+                for start, stop in bounds
+                if start < stop
+            ]
+        )
+    return shards
 
 
 class SparseReduce(StatelessCodec):

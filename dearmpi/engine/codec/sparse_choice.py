@@ -9,8 +9,8 @@ from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.largest import TopBlocks, TopElements
 from dearmpi.engine.codec.residual import ErrorFeedback, GradientEstimate
-from dearmpi.engine.codec.selected import OwnReduce, SharedReduce, segments_of, selector_of
-from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements, SparseReduce
+from dearmpi.engine.codec.selected import OwnReduce, SharedReduce, selector_of
+from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements, SparseReduce, segments_of
 
 _USUAL: Mapping[str, type[SparseReduce]] = {
     "random-block": RandomBlocks,
@@ -34,6 +34,10 @@ def sparse_reduce(
         usual = _USUAL[kind]
         return usual(bucket, algorithms, scratch, density=density, feedback=feedback)
     shards = segments_of(bucket, density=density, scope=config.scope or "bucket")
+    if kind == "block-topk" and config.sent_coordinates == "shared":
+        return TopBlocks(
+            bucket, algorithms, scratch, density=density, feedback=feedback, shards=shards
+        )
     selector = selector_of(kind, bucket.index, shards, scales=not feedback.keeps)
     carrier = OwnReduce if config.sent_coordinates == "own" else SharedReduce
     return carrier(
