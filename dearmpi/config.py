@@ -33,7 +33,7 @@ Compress = Literal[
     "sketch",
 ]
 Feedback = Literal["ef14", "ef21", "none"]
-Scope = Literal["bucket", "parameter"]
+Scope = Literal["bucket", "parameter", "model"]
 Coordinates = Literal["shared", "own"]
 CudaBuffers = Literal["auto", "staged", "direct"]
 UpdateOn = Literal["device", "host"]
@@ -160,7 +160,8 @@ class EngineConfig:
         None: ``ef14``.
     scope: of sparse ``compress``, of what a share is sent: of each ``bucket``'s shards, or of each
         ``parameter``, so that none waits for larger ones; None: ``bucket``. Of each parameter
-        ``block-topk`` sends a block at least.
+        ``block-topk`` sends a block at least. ``model``, of ``topk``, gives each bucket the part of
+        the whole model's share that it had of the largest magnitudes in the step before.
     coordinates: of sparse ``compress``: ``shared``, all ranks send the same elements, or ``own``,
         each chooses by itself; None: ``own`` with ``topk``, else ``shared``. Shared ones of
         ``topk`` are the largest of a shard's owner.
@@ -408,6 +409,15 @@ class EngineConfig:
                     f"elements; leave {name} out, or take one of {', '.join(SPARSE)}",
                     code="setting-without-effect",
                 )
+        is_topk = self.compress == "topk" and self.sent_coordinates == "own"
+        if self.scope == "model" and not is_topk:
+            raise ConfigError(
+                f"scope is 'model', but compress is {self.compress!r} with coordinates "
+                f"{self.sent_coordinates!r}; the largest elements of a whole model are those of "
+                "each rank's own: take compress 'topk' and leave coordinates out, or leave scope "
+                "out",
+                code="settings-contradict",
+            )
         if self.compress_after < 0:
             raise ConfigError(
                 f"compress_after is {self.compress_after}; it is a number of steps, 0 or more",

@@ -15,6 +15,7 @@ from dearmpi.engine.codec.codec import (
     dense_codecs,
     elements_sent,
 )
+from dearmpi.engine.codec.largest import ModelShares
 from dearmpi.engine.codec.powersgd import power_codecs
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
 from dearmpi.engine.codec.sketch import exact_codecs
@@ -77,8 +78,8 @@ def choose_codecs(
     buckets: Sequence[BucketRuntime], algorithms: CollectiveAlgorithms, config: EngineConfig
 ) -> Codecs:
     """Codecs by the settings; what is of half precision already travels as it is."""
-    quantizer = quantizer_of(config.compress)
-    pairs = [_choose(bucket, algorithms, config, quantizer) for bucket in buckets]
+    quantizer, shares = quantizer_of(config.compress), ModelShares()
+    pairs = [_choose(bucket, algorithms, config, quantizer, shares) for bucket in buckets]
     trained = tuple(bucket for bucket in buckets if bucket.spec.trained)
     reduce, gather = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
     return Codecs(reduce, gather, algorithms, trained)
@@ -89,6 +90,7 @@ def _choose(
     algorithms: CollectiveAlgorithms,
     config: EngineConfig,
     quantizer: Quantizer,
+    shares: ModelShares,
 ) -> tuple[Codec, Codec]:
     """By which ``bucket`` is reduced, and gathered."""
     how = config.gather
@@ -100,7 +102,7 @@ def _choose(
     gather: Codec = QuantizedGather(bucket, quantizer, algorithms.scratch, gather=how)
     reduce: Codec = QuantizedReduce(bucket, quantizer, algorithms.scratch)
     if config.is_sparse:
-        reduce = sparse_reduce(bucket, algorithms, config)
+        reduce = sparse_reduce(bucket, algorithms, config, shares)
     elif config.compress == "powersgd":
         pair = power_codecs(bucket, algorithms, config)
         if pair is None:

@@ -26,6 +26,9 @@ ALIGNMENT = 64  # bytes
 INDEX_BYTES = 4
 _MOST_CANDIDATES = 6  # times those wanted; beyond, a threshold is looked for anew
 LOWERED = 0.85  # of the last step's threshold, so that enough elements lie above it
+_NUM_SIZES, _LARGEST_SIZE = 64, 24  # powers of two by which magnitudes are counted
+COUNTS_BYTES = 4 * _NUM_SIZES
+_COUNTED = 1 << 16  # elements of a sample, about
 _SAMPLE, _HITS = 4096, 64  # elements of a sample at least, and how many above its threshold
 BLOCK = 1024  # elements at most
 _NUM_PROJECTIONS = 2
@@ -47,15 +50,38 @@ class TopElements(SparseReduce):
         *,
         density: float,
         feedback: ErrorFeedback,
+        shares: ModelShares | None = None,
     ) -> None:
-        """As ``SparseReduce``."""
+        """As ``SparseReduce``. ``shares``: by which a step's number of elements goes; None: by
+        ``density`` alone.
+        """
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
         spec = bucket.spec
-        self._num_values = self.num_sent + self.num_flags
-        unaligned = self._num_values * spec.itemsize + self.num_sent * INDEX_BYTES
-        self._num_bytes = -(-unaligned // ALIGNMENT) * ALIGNMENT  # of a message
         self._thresholds = [0.0] * spec.world_size
-        self.sparse_bytes = (spec.world_size - 1) * self._num_bytes
+        self._shares = shares
+        if shares is not None:
+            shares.add(self.index, usual=self.num_sent, most=self.numel)
+        self._lay_out(self.num_sent, spec.itemsize)
+        self._steady_bytes = self.sparse_bytes
+
+    def _lay_out(self, num: int, itemsize: int) -> None:
+        """A message of ``num`` elements: values, flags, their places, and magnitudes by size."""
+        self.num_sent, self._num_values = num, num + self.num_flags
+        self._counted_at = self._num_values * itemsize + num * INDEX_BYTES
+        unaligned = self._counted_at + (0 if self._shares is None else COUNTS_BYTES)
+        self._num_bytes = -(-unaligned // ALIGNMENT) * ALIGNMENT
+        self.sparse_bytes = (self._size - 1) * self._num_bytes
+
+    @property
+    def steady_bytes(self) -> int:
+        """Of a bucket whose share of the model's largest is the usual one."""
+        return self._steady_bytes
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Learn how many elements are sent in this step."""
+        if self._shares is not None:
+            self._lay_out(self._shares.of(self.index, step), bucket.spec.itemsize)
+        return super().start(bucket, collectives, step)
 
     def reduce(
         self, rows: Tensor, collectives: Collectives, *, finite: bool
@@ -79,6 +105,8 @@ class TopElements(SparseReduce):
                 places[rank] = torch.arange(self.num_sent, device="cpu")
                 values.fill_(math.nan)
             indexes.copy_(places[rank])
+        if self._shares is not None:
+            self._counts(sent).copy_(count_magnitudes(rows.view(-1), finite=finite))
         yield collectives.start_exchange(sent.view(-1), arrived.view(-1))
         arrived[own] = sent[own]
         total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
@@ -87,15 +115,34 @@ class TopElements(SparseReduce):
             values, indexes = self._parts(part, rows.dtype)
             total.index_add_(0, indexes, values[: self.num_sent])
             flag += float(values[self.num_sent :].sum())
+        if self._shares is not None:
+            self._shares.note(self.index, self._counts(arrived).sum(0) / size**2)
         for buffer in held:
             self.scratch.give_back(buffer)
         return flag
+
+    def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
+        """Begin with the usual shares, as a resumed run does."""
+        if self._shares is not None:
+            self._shares.reset()
+        return super().start_settling(bucket, collectives)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        if self._shares is not None:
+            self._shares.reset()
+        super().forget()
 
     def _parts(self, message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Values with the flag behind them, and the places in the shard as int32."""
         end = self._num_values * dtype.itemsize
         indexes = message[end : end + self.num_sent * INDEX_BYTES]
         return message[:end].view(dtype), indexes.view(torch.int32)
+
+    def _counts(self, messages: Tensor) -> Tensor:
+        """Of each rank's message, how many magnitudes its whole bucket has of each size."""
+        counts = messages[:, self._counted_at : self._counted_at + COUNTS_BYTES]
+        return counts.view(torch.float32)
 
     def _choose(self, row: Tensor, rank: int) -> Tensor:
         places, least = largest(row, self.num_sent, self._thresholds[rank])
@@ -144,6 +191,76 @@ def _estimate(row: Tensor, num: int) -> float:
     sample = row[:: len(row) // size].abs()
     wanted = min(len(sample), math.ceil(1.5 * num / len(row) * len(sample)))
     return float(sample.topk(wanted, sorted=False).values.min())
+
+
+def count_magnitudes(values: Tensor, *, finite: bool) -> Tensor:
+    """How many elements of ``values`` have which exponent, about: by a sample, ascending, fp32.
+
+    None have any where not all are ``finite``.
+    """
+    if not finite:
+        return torch.zeros(_NUM_SIZES, device="cpu")
+    stride = len(values) // _COUNTED | 1  # odd: else it may meet the same column in each row
+    sample = values[::stride]
+    exponents = torch.frexp(sample).exponent.add_(_NUM_SIZES - _LARGEST_SIZE)
+    exponents[sample == 0] = 0
+    sizes = exponents.clamp_(0, _NUM_SIZES - 1).long()
+    return torch.bincount(sizes, minlength=_NUM_SIZES).float().mul_(len(values) / len(sample))
+
+
+class ModelShares:
+    """How many elements of each bucket's shards are sent, where they are to be the largest of the
+    whole model.
+
+    Buckets travel as gradients come, the first while others have none yet. So the counts of all
+    buckets' magnitudes in the step before decide, which travel with the elements: all ranks know
+    the same ones at the start of a step, and the length of every message. All buckets together
+    send the usual number, or fewer. A bucket sends one element of each shard at least.
+    """
+
+    def __init__(self) -> None:
+        self._usual: dict[int, int] = {}
+        self._most: dict[int, int] = {}
+        self._counts: dict[int, Tensor] = {}
+        self._now: dict[int, int] = {}
+        self._step = -1
+
+    def add(self, index: int, *, usual: int, most: int) -> None:
+        """Of a shard of bucket ``index``: how many are usual, and how many there are."""
+        self._usual[index], self._most[index] = usual, most
+
+    def of(self, index: int, step: int) -> int:
+        """How many ``step`` sends; all that came before it is complete where it begins."""
+        if step != self._step:
+            self._step, self._now = step, self._share_out()
+        return self._now.get(index, self._usual[index])
+
+    def note(self, index: int, counts: Tensor) -> None:
+        """The mean over ranks and shards of how many magnitudes there are of each size."""
+        self._counts[index] = counts
+
+    def reset(self) -> None:
+        """Until all buckets have been counted anew, shares are the usual ones."""
+        self._counts.clear()
+        self._now = {}
+
+    def _share_out(self) -> dict[int, int]:
+        """By bucket; none before all have been counted."""
+        if self._counts.keys() != self._usual.keys():
+            return {}
+        counts = {index: self._counts[index] for index in sorted(self._counts)}
+        above = torch.stack(list(counts.values())).double().flip(1).cumsum(1)
+        totals, wanted = above.sum(0), sum(self._usual.values()) - len(counts)
+        size = int(torch.searchsorted(totals, float(wanted)))
+        if size == _NUM_SIZES or totals[-1] == 0:
+            return {}
+        before = above[:, size - 1] if size else torch.zeros(len(counts), dtype=torch.float64)
+        part = (wanted - before.sum()) / (totals[size] - before.sum())
+        shares = before + part * (above[:, size] - before)
+        return {
+            index: min(self._most[index], 1 + int(share))
+            for index, share in zip(counts, shares.tolist(), strict=True)
+        }
 
 
 class TopBlocks(SparseReduce):

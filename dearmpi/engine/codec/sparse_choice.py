@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.largest import TopBlocks, TopElements
+from dearmpi.engine.codec.largest import ModelShares, TopBlocks, TopElements
 from dearmpi.engine.codec.residual import ErrorFeedback, GradientEstimate
 from dearmpi.engine.codec.selected import OwnReduce, SharedReduce, selector_of
 from dearmpi.engine.codec.sparse import RandomBlocks, RandomElements, SparseReduce, segments_of
@@ -21,15 +21,22 @@ _USUAL: Mapping[str, type[SparseReduce]] = {
 
 
 def sparse_reduce(
-    bucket: BucketRuntime, algorithms: CollectiveAlgorithms, config: EngineConfig
+    bucket: BucketRuntime,
+    algorithms: CollectiveAlgorithms,
+    config: EngineConfig,
+    shares: ModelShares,
 ) -> SparseReduce:
-    """The sparse codec that ``config`` names."""
+    """The sparse codec that ``config`` names. ``shares``: of all buckets."""
     size, choice, scratch = bucket.spec.world_size, config.error_feedback, algorithms.scratch
     feedback = ErrorFeedback(size, keeps=choice != "none")
     bucket.keeps_unused = choice != "ef21"
     if choice == "ef21":
         feedback = GradientEstimate(size)
     density, kind = config.density or DEFAULT_DENSITY, config.compress
+    if config.scope == "model":
+        return TopElements(
+            bucket, algorithms, scratch, density=density, feedback=feedback, shares=shares
+        )
     if config.has_usual_coordinates:
         usual = _USUAL[kind]
         return usual(bucket, algorithms, scratch, density=density, feedback=feedback)

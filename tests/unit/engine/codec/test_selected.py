@@ -15,6 +15,7 @@ from dearmpi.config import Compress, Coordinates
 from dearmpi.engine.bucket import bucket
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
+from dearmpi.engine.codec.largest import ModelShares, count_magnitudes
 from dearmpi.engine.codec.selected import selector_of
 from dearmpi.engine.codec.sparse import Segment, segments_of
 from dearmpi.errors import ConfigError
@@ -39,6 +40,7 @@ WAYS: list[dict[str, Any]] = [
     {"compress": "random-block", "coordinates": "own", "scope": "parameter"},
     {"compress": "random-k", "coordinates": "own"},
     {"compress": "block-topk", "scope": "parameter"},
+    {"compress": "topk", "scope": "model"},
     {"compress": "block-topk", "coordinates": "own", "scope": "parameter"},
 ]
 
@@ -127,7 +129,9 @@ def test_each_parameter_has_its_share(kind: Compress) -> None:
     [
         ({"scope": "bucket"}, "setting-without-effect"),
         ({"compress": "int8", "coordinates": "own"}, "setting-without-effect"),
-        ({"compress": "topk", "scope": "model"}, "unknown-choice"),
+        ({"compress": "topk", "scope": "all"}, "unknown-choice"),
+        ({"compress": "topk", "scope": "model", "coordinates": "shared"}, "settings-contradict"),
+        ({"compress": "block-topk", "scope": "model"}, "settings-contradict"),
     ],
 )
 def test_what_means_nothing_is_refused(settings: dict[str, Any], code: str) -> None:
@@ -166,3 +170,71 @@ def test_each_parameter_sends_its_heaviest_blocks(coordinates: Coordinates) -> N
         parts = averaged.split(numels)
         assert all(part[len(part) // 2] == heavy for part in parts)
         assert averaged.count_nonzero() < 2 * 0.1 * sum(numels)
+
+
+def test_buckets_send_the_largest_of_the_whole_model() -> None:
+    """Counts travel with a step, and share out the next one: all of it, whatever a bucket has."""
+
+    def rank(world: World) -> tuple[list[list[int]], list[float]]:
+        model = nn.ParameterList(nn.Parameter(torch.zeros(8192)) for _ in range(4))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5),
+            model,
+            world=world,
+            compress="topk",
+            scope="model",
+            density=0.1,
+            bucket_cap_mb=8192 * 4 / 2**20,
+            error_feedback="none",
+        )
+        codecs: Any = optimizer._built.engine.codecs.reduce
+        assert len(codecs) == 4
+        found, ratios = [], []
+        for step in range(3):
+            generator = torch.Generator().manual_seed(world.rank + 2 * step)
+            scales = [torch.randn(8192, generator=generator) for _ in model]
+            scales[1] *= 100.0
+            sum(
+                (scale * param).sum() for scale, param in zip(scales, model, strict=True)
+            ).backward()
+            optimizer.step()
+            optimizer.synchronize()
+            found.append([codec.num_sent for codec in codecs])
+            traffic = optimizer.traffic
+            ratios.append(traffic.reduced / traffic.dense * 2)
+        optimizer.close()
+        return found, ratios
+
+    found, ratios = zip(*run_ranks(2, rank), strict=True)
+    assert found[0] == found[1] and ratios[0] == ratios[1]
+    usual, first, then = found[0]
+    assert usual == [410] * 4
+    for shares in (first, then):
+        assert sum(shares) <= sum(usual)
+        assert sum(shares[place] for place in (0, 2, 3)) < 80 < 1500 < max(shares)
+    assert all(ratio < 0.3 for ratio in ratios[0])
+
+
+def test_counts_of_magnitudes_end_where_numbers_do() -> None:
+    values = torch.tensor([0.0, 1e-45, 1e-30, 0.75, -0.75, 1.0, 3e38])
+    counts = count_magnitudes(values, finite=True)
+    assert counts.sum() == 7 and counts[0] == 3 and counts[-1] == 1
+    assert sorted(counts[counts > 0].tolist()) == [1, 1, 2, 3]
+    assert not count_magnitudes(values, finite=False).any()
+
+
+def test_a_model_without_gradients_keeps_its_shares() -> None:
+    shares = ModelShares()
+    shares.add(0, usual=5, most=9)
+    shares.add(1, usual=5, most=9)
+    shares.note(0, torch.zeros(64))
+    assert [shares.of(index, 1) for index in (0, 1)] == [5, 5]  # the other has not been counted
+    shares.note(1, torch.zeros(64))
+    assert [shares.of(index, 2) for index in (0, 1)] == [5, 5]
+    counted = torch.zeros(64)
+    counted[40] = 90.0
+    shares.note(0, counted)
+    assert [shares.of(index, 2) for index in (0, 1)] == [5, 5]  # in the same step
+    assert [shares.of(index, 3) for index in (0, 1)] == [9, 1]
+    shares.reset()
+    assert [shares.of(index, 4) for index in (0, 1)] == [5, 5]
