@@ -160,6 +160,7 @@ _OF_A_RUN = (
     *("run_folder", "name", "resume", "max_time_s", "checkpoint_interval", "keep"),
     *(
         "checkpoint_time_s",
+        "mtbf_hours",
         "log_interval",
         "log_time_s",
         "eval_interval",

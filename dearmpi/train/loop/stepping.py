@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dearmpi.engine.scaling import GradScaler
 from dearmpi.errors import DataError, NonFiniteLossError, TaskError
+from dearmpi.plan.model.failures import best_interval
 from dearmpi.span import Track
 from dearmpi.train.data.data import MicroBatch
 from dearmpi.train.data.loading import BatchRequest
@@ -270,6 +271,7 @@ def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
 
 
 LOG_INTERVAL = 10
+_GUESSED_CHECKPOINT_S = 1.0  # until one was taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +292,8 @@ class Timetable:
 
     The intervals are in steps. 0: at the end alone; None: not even there.
     log_time_s, save_time_s: seconds after which a row or a checkpoint is due too; 0: never.
+    mtbf_s: mean seconds between failures of the job, by which ``save_time_s`` is chosen; None: it
+    was given.
     """
 
     last: int
@@ -298,6 +302,7 @@ class Timetable:
     evaluation_interval: int | None
     log_time_s: float = 0.0
     save_time_s: float = 0.0
+    mtbf_s: float | None = None
 
     @classmethod
     def of(cls, job: Job) -> Timetable:
@@ -306,14 +311,26 @@ class Timetable:
         if job.evaluator is not None:
             chosen = settings.eval_interval
             interval = job.batches.steps_per_epoch if chosen is None else chosen
-        return cls(
+        is_auto = settings.checkpoint_interval == "auto"
+        table = cls(
             job.total_steps,
             settings.log_interval or (0 if settings.log_time_s else LOG_INTERVAL),
-            settings.checkpoint_interval,
+            0 if settings.checkpoint_interval == "auto" else settings.checkpoint_interval,
             interval,
             settings.log_time_s or 0.0,
             settings.checkpoint_time_s,
+            3600 * (settings.mtbf_hours or 0.0) / job.world.size if is_auto else None,
         )
+        return table.adapted(_GUESSED_CHECKPOINT_S)
+
+    def adapted(self, checkpoint_s: float) -> Timetable:
+        """With checkpoints so far apart as loses least where each stops training for
+        ``checkpoint_s``; unchanged where the time between them was given.
+        """
+        if self.mtbf_s is None:
+            return self
+        period_s = best_interval(checkpoint_s, self.mtbf_s) + checkpoint_s
+        return replace(self, save_time_s=period_s)
 
     def after(self, step: int, *, since_row_s: float = 0.0, since_save_s: float = 0.0) -> Due:
         """What is due once ``step`` is taken.

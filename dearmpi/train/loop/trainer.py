@@ -115,7 +115,7 @@ class Trainer:
         self._take_step(row_due=due.row)
         evaluates_first = due.evaluation and self._job.best.is_watched
         if due.save and not evaluates_first:
-            self._steps.save()
+            self._save()
         if due.end or due.evaluation:
             self._steps.saver.finish()
         if due.row:
@@ -129,7 +129,14 @@ class Trainer:
         """Save after an evaluation that is watched, if a checkpoint is due or it is the best."""
         is_best = self._job.best.keeps and self._job.best.step == self._step
         if due or is_best:
-            self._steps.save(is_best=is_best)
+            self._save(is_best=is_best)
+
+    def _save(self, *, is_best: bool = False) -> None:
+        """Phase 3; the next checkpoint may be due earlier or later, by what this one took."""
+        self._steps.save(is_best=is_best)
+        if self._timetable.mtbf_s is not None:
+            (slowest_s,) = self._job.world.all_reduce([self._steps.checkpoint_s], "max")
+            self._timetable = self._timetable.adapted(slowest_s)
 
     def _take_step(self, *, row_due: bool) -> None:
         """Phases 1 and 2."""

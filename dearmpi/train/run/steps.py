@@ -25,9 +25,9 @@ class RunSteps:
 
     step: optimizer steps taken. stopping: whether a rank requested a stop. skips_bad: a loss that
     is not finite is left out of the rows; else it is a NonFiniteLossError on all ranks, which
-    recommends ``cure``. own_s: what the last step took this rank, without waits. since_row_s,
-    since_save_s: seconds by rank 0's clock, as the last totals that were read show it: the same on
-    all ranks.
+    recommends ``cure``. own_s: what the last step took this rank, without waits. checkpoint_s: for
+    how long the last checkpoint stopped training on this rank. since_row_s, since_save_s: seconds
+    by rank 0's clock, as the last totals that were read show it: the same on all ranks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RunSteps:
         self._times = TimesExchange(state.world)
         self._losses: list[float] = []
         self._began_s = time.perf_counter()
-        self._clock_s = self._row_s = self._save_s = self.own_s = 0.0
+        self._clock_s = self._row_s = self._save_s = self.own_s = self.checkpoint_s = 0.0
         self.begin()
 
     @property
@@ -178,11 +178,13 @@ class RunSteps:
 
         is_best: it stays until another is the best.
         """
+        begin_s = time.perf_counter()
         self.read_all_totals()
         with self._optimizer.spans.span(Track.CHECKPOINT, "checkpoint"):
             self.catch_up()
             self.saver.start(self.step, is_best=is_best)
         self._save_s = self._clock_s
+        self.checkpoint_s = time.perf_counter() - begin_s
 
     def fail(self, error: Exception) -> None:
         """End after ``error``: one of all ranks does not keep a checkpoint under way from being

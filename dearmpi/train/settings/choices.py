@@ -408,13 +408,24 @@ class RunChoices:
         flag="max-time",
         above=0,
     )
-    checkpoint_interval: int = setting(
+    checkpoint_interval: int | Literal["auto"] = setting(
         0,
         "Run",
         "integer",
-        "steps between checkpoints, beside those by time; 0: by time alone",
-        metavar="N",
+        "steps between checkpoints, beside those by time; 0: by time alone; auto: so far apart in "
+        "time that failures and checkpoints cost least (Daly), by how long checkpoints stop "
+        "training and --mtbf-hours",
+        metavar="N|auto",
+        choices=("auto",),
         least=0,
+    )
+    mtbf_hours: float | None = setting(
+        None,
+        "Run",
+        "number",
+        "with --checkpoint-interval auto: mean hours between failures of one rank",
+        metavar="H",
+        above=0,
     )
     checkpoint_time_s: float = setting(
         900.0,

@@ -44,7 +44,7 @@ class Setting:
         ``several`` some of the choices, separated by commas.
         A ``duration`` is in seconds, or text such as 90m.
     flag: without the dashes; the environment variable and the file's key follow from the name.
-    metavar: how the value is shown in help.
+    metavar: how the value is shown in help. choices: of words; of an integer, beside numbers.
     least, above, most: bounds of a number.
     fixed: a run that is resumed must keep it.
     takes_own: beside the choices, a function of the user's as FILE.py:NAME or package.module:NAME.
@@ -77,6 +77,8 @@ class Setting:
         label: what to call the setting in the ConfigError that is raised for a wrong value.
         """
         match self.kind:
+            case "integer" if value in self.choices:
+                return value
             case "integer":
                 return self._check_bounds(_to_integer(value, label), label)
             case "number":

@@ -36,6 +36,7 @@ class RunSettings(RunChoices):
                 )
         self._check_step_schedule()
         self._check_local()
+        self._check_checkpoints()
         self.stall_limits()
         self.engine()
         if self.deterministic and self.reduce_scatter == "auto":
@@ -66,6 +67,29 @@ class RunSettings(RunChoices):
             raise ConfigError(
                 "data is given twice, as --data and as --task-option data=; give one of them",
                 code="given-twice",
+            )
+
+    def _check_checkpoints(self) -> None:
+        if self.checkpoint_interval != "auto":
+            if self.mtbf_hours is not None:
+                raise ConfigError(
+                    f"mtbf_hours is {self.mtbf_hours:g}, but checkpoint_interval is "
+                    f"{self.checkpoint_interval}; leave it out, or give checkpoint_interval auto",
+                    code="setting-without-effect",
+                )
+            return
+        if self.mtbf_hours is None:
+            raise ConfigError(
+                "checkpoint_interval is 'auto', but mtbf_hours is missing; give the mean hours "
+                "between failures of one rank",
+                code="setting-missing",
+            )
+        usual = RunChoices.__dataclass_fields__["checkpoint_time_s"].default
+        if self.checkpoint_time_s != usual:
+            raise ConfigError(
+                f"checkpoint_time is {self.checkpoint_time_s:g} s, but checkpoint_interval 'auto' "
+                "decides on it; leave one of the two out",
+                code="settings-contradict",
             )
 
     def _check_local(self) -> None:

@@ -29,6 +29,7 @@ from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.run import steps
+from dearmpi.train.run.saving import Saver
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.task import Task
 from tests.codes import raises
@@ -134,6 +135,38 @@ def test_rows_and_checkpoints_by_time(
     _, notes = train(make_job(alone, chosen, task), tmp_path)
     assert [row.step for row in notes.rows] == rows
     assert notes.checkpoints == [f"step-{step:08d}" for step in checkpoints]
+
+
+def test_checkpoints_are_as_far_apart_as_failures_make_best(
+    alone: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is taken to cost 1 s, then the 50 s that it did: by Daly, with a failure each 5 hours,
+    they begin 190 s and 1359 s after each other, in steps of 100 s. The last step's is not known.
+    """
+    clock = FakeClock()
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=clock.now))
+    start = Saver.start
+
+    def slow_start(saver: Saver, step: int, *, is_best: bool = False) -> None:
+        clock.advance(50.0)
+        start(saver, step, is_best=is_best)
+
+    monkeypatch.setattr(Saver, "start", slow_start)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        clock.advance(100.0)
+        return squared_error(model, batch)
+
+    settings = RunSettings(
+        max_steps=20,
+        checkpoint_interval="auto",
+        mtbf_hours=5,
+        eval_interval=0,
+        keep=9,
+        **SGD,
+    )
+    _, notes = train(make_job(alone, settings, make_task(loss, eval_count=0)), tmp_path)
+    assert notes.checkpoints == [f"step-{step:08d}" for step in (3, 18, 20)]
 
 
 def test_the_loss_of_a_row_is_the_mean_over_its_steps(alone: World, tmp_path: Path) -> None:

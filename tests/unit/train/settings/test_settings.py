@@ -19,6 +19,8 @@ from tests.codes import raises
     [
         ("epochs", "3", 3),
         ("lr", "1e-3", 1e-3),
+        ("checkpoint_interval", "auto", "auto"),
+        ("checkpoint_interval", "7", 7),
         ("deterministic", "yes", True),
         ("deterministic", False, False),
         ("data", "some/path", "some/path"),
@@ -101,6 +103,12 @@ def test_settings_are_checked_where_they_are_made() -> None:
         (
             {"comm_dtype": "bf16", "reduce_scatter": "native"},
             ("settings-contradict", "'ring'", "'exchange'"),
+        ),
+        ({"checkpoint_interval": "auto"}, ("setting-missing", "mtbf_hours")),
+        ({"mtbf_hours": 5}, ("setting-without-effect", "mtbf_hours is 5", "auto")),
+        (
+            {"checkpoint_interval": "auto", "mtbf_hours": 5, "checkpoint_time_s": 60},
+            ("settings-contradict", "checkpoint_time is 60 s"),
         ),
         ({"deterministic": True, "plan": "auto"}, ("settings-contradict",)),
         ({"deterministic": True, "plan": "bayes"}, ("settings-contradict",)),
