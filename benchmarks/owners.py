@@ -2,7 +2,8 @@
 
 A language model like GPT-2 trains by Muon, its embeddings, vectors and head by AdamW: first with
 ``gather="gradients"``, where every rank updates all, then with ``shards="whole"``, where the owner
-of a parameter does. CPU time is that of the threads that update; bytes are those of the state.
+of a matrix does, and all other parameters are cut. CPU time is that of the threads that update;
+bytes are those of the state.
 
 Usage: mpirun -n 4 python benchmarks/owners.py [WIDTH [DEPTH]]; default 128 6
 Prints medians over the steps of the slowest rank, of all ranks, and their mean.
@@ -52,7 +53,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def state_bytes(state: LocalState) -> int:
     """What this rank holds."""
-    return sum(tensor.nbytes for tensor in tensors_in([state.whole, state.owned]))
+    pieces = [piece.tensors for piece in state.pieces]
+    return sum(tensor.nbytes for tensor in tensors_in([state.whole, state.owned, pieces]))
 
 
 def train(world: World, shape: TransformerShape, **settings: Any) -> tuple[float, float, int]:

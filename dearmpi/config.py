@@ -121,10 +121,10 @@ class EngineConfig:
     gather: ``parameters`` (sharded update, optimizer state 1/P) or ``gradients`` (as in the
         paper: every rank updates everything).
     shards: with ``gather="parameters"``, where buckets are cut: ``even``, for optimizers that treat
-        each element by itself; ``whole``, where parameters end, so that each has one owner, which
-        alone updates it and keeps its state; or ``auto``: whole for optimizers that need whole
-        tensors, such as Muon, where that is served. Numbers, one for each rank: evenly, but a rank
-        has as much as its number is of their sum.
+        each element by itself; ``whole``: a tensor that the optimizer needs whole has one owner,
+        which alone updates it and keeps its state, and all others are cut so that bytes are even;
+        or ``auto``: whole for optimizers that need whole tensors, such as Muon. Numbers, one for
+        each rank: evenly, but a rank has as much as its number is of their sum.
     bucket_cap_mb: about so many MiB of parameters are fused into one bucket, and a parameter is
         never cut; the first layers have a sixteenth of that to themselves. None: an eighth of the
         model, but at least 1 and at most 4 (above 64 ranks a sixteenth of their number), and at
@@ -200,8 +200,8 @@ class EngineConfig:
     shards: Shards | Sequence[float] = _declare(
         "auto",
         "choice",
-        "where buckets are cut: even, for elementwise optimizers; whole: each parameter has one "
-        "owner; auto: whole if the optimizer needs whole tensors; numbers: a weight for each rank",
+        "where buckets are cut: even, for elementwise optimizers; whole: tensors that it needs "
+        "whole have one owner; auto: whole if there are any; numbers: a weight for each rank",
         choices=get_args(Shards),
     )
     bucket_cap_mb: float | None = _declare(

@@ -253,6 +253,45 @@ def test_muon_on_matrices_and_adamw_on_the_rest(world: World, apart: bool) -> No
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_state_of_parameters_that_are_cut_follows_them(world: World) -> None:
+    """From one cutting to another, and through a whole ``state_dict()``, as torch's is."""
+
+    def train_on(steps: range, *, world: World | None, size: int, state: Any = None) -> Any:
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(5, 24), nn.Tanh(), nn.Linear(24, 24), nn.Linear(24, 60))
+        model = model.double()
+        optimizer: Any = MuonWithAdamW(mixed(model), lr=0.02)
+        if world is not None:
+            optimizer = DistributedOptimizer(optimizer, model, world=world, bucket_cap_mb=1e-3)
+        if state is not None:
+            model.load_state_dict(state[0])
+            optimizer.load_state_dict(state[1])
+        ranks = range(size) if world is None else [world.rank]
+        for step in steps:
+            if world is not None and step % 4 == 2:
+                optimizer.fuse(ALL if step == 2 else 2e-4)
+            optimizer.zero_grad()
+            losses = [(model(inputs_of(step, r)) - 0.3).square().mean() for r in ranks]
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+        if world is not None:
+            optimizer.synchronize()
+            local = optimizer.local_state()
+            cut = [p for p in local.pieces if 0 < p.tensors["exp_avg"].numel() < p.param.numel()]
+            total = world.all_reduce([float(len(cut))], "sum")[0]
+            assert total >= 2 * (size > 1)
+        found = copies(model), optimizer.state_dict()
+        if world is not None:
+            optimizer.close()
+        return found
+
+    expected = train_on(range(8), world=None, size=world.size)
+    found = train_on(range(8), world=world, size=world.size)
+    assert_alike(found, expected)
+    half = train_on(range(5), world=world, size=world.size)
+    assert_alike(train_on(range(5, 8), world=world, size=world.size, state=half), expected)
+
+
 WEIGHTED = cases(
     optimizer=("adamw", "nesterov"),
     model=("dense", "branches", "mixed"),

@@ -202,7 +202,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
     """
     for options in kinds_of_options(optimizer):
         try:
-            fits = is_elementwise(optimizer, options)
+            fits = _is_elementwise(optimizer, options)
         except Exception as error:
             require_separable(optimizer)
             raise ConfigError(
@@ -217,11 +217,20 @@ def require_elementwise(optimizer: Optimizer) -> None:
                 "gather='gradients', with which every rank updates all",
                 code="optimizer-needs-whole-tensors",
             )
-        for num in _UNLIKELY:
-            _require_state_by_elements(optimizer, options, num)
+        _require_state_by_elements(optimizer, options)
 
 
-def is_elementwise(optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
+def is_cuttable(optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
+    """Whether ``require_elementwise`` finds nothing against parameters with ``options``."""
+    try:
+        fits = _is_elementwise(optimizer, options)
+        _require_state_by_elements(optimizer, options)
+    except Exception:  # it takes no pieces at all
+        return False
+    return fits
+
+
+def _is_elementwise(optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
     """Whether steps with ``options`` treat every element by itself.
 
     Raises what a trial step does.
@@ -244,11 +253,16 @@ def _makes_alike(
     return all(are_alike(whole, other) for other in others)
 
 
-def _require_state_by_elements(
-    optimizer: Optimizer, options: Mapping[str, Any], num_elements: int
-) -> None:
+def _require_state_by_elements(optimizer: Optimizer, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for state that cannot be cut up where a shard ends, sent and saved."""
-    _, state = first_state(optimizer, lively(options), (num_elements,))
+    for num_elements in _UNLIKELY:
+        _, state = first_state(optimizer, lively(options), (num_elements,))
+        _check_state_by_elements(optimizer, state, num_elements)
+
+
+def _check_state_by_elements(
+    optimizer: Optimizer, state: Mapping[str, Any], num_elements: int
+) -> None:
     for key, value in state.items():
         if isinstance(value, Tensor):
             fits = value.numel() in (1, num_elements)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dearmpi.engine.probe.probe import is_elementwise
+from dearmpi.engine.probe.probe import is_cuttable
 from dearmpi.engine.probe.trial import (
     FirstState,
     are_alike,
@@ -88,20 +88,15 @@ def _made_up(device: torch.device) -> Iterator[Tensor]:
 
 
 def tensorwise_groups(optimizer: Optimizer) -> frozenset[int]:
-    """The param groups whose updates treat whole tensors, and not each element by itself."""
+    """The param groups whose parameters cannot be cut: updates treat whole tensors, or the state
+    does not follow the elements.
+    """
     found: dict[str, bool] = {}
     for kind in kinds_of_options(optimizer):
-        found[_key(kind)] = not _is_elementwise(optimizer, kind)
+        found[_key(kind)] = not is_cuttable(optimizer, kind)
     groups = enumerate(optimizer.param_groups)
     kinds = {number: _key(in_training(optimizer, group)) for number, group in groups}
     return frozenset(number for number, key in kinds.items() if found.get(key, True))
-
-
-def _is_elementwise(optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
-    try:
-        return is_elementwise(optimizer, options)
-    except Exception:  # it takes no pieces at all
-        return False
 
 
 def _key(options: Mapping[str, Any]) -> str:
@@ -117,11 +112,11 @@ def _key(options: Mapping[str, Any]) -> str:
 
 def cost_of_update(optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int]) -> float:
     """What one update of a tensor costs: operations, where the optimizer is known by the name of
-    its class; else seconds, of a trial step.
+    its class, or of one that this derives from; else seconds, of a trial step.
     """
-    known = known_cost(type(optimizer).__name__, shape)
-    if known is not None:
-        return known
+    for kind in type(optimizer).__mro__:
+        if (known := known_cost(kind.__name__, shape)) is not None:
+            return known
     device = device_of_optimizer(optimizer)
     values = torch.zeros(prod(shape), device=device).view(tuple(shape))
     options = lively(in_training(optimizer, group))

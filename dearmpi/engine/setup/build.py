@@ -117,6 +117,7 @@ def _build(spec: EngineSpec) -> BuiltEngine:
             config=config,
             comm_stream=stream,
             scalars=spec.scalars,
+            whole=spec.costs,
         )
     algorithms = choose_algorithms(world, spec.layout, params, config=config, comm_stream=stream)
     state = EngineState(

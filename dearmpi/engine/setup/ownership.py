@@ -23,7 +23,8 @@ def find_costs(
     context: TrainingContext, names: Mapping[nn.Parameter, str], known: Mapping[str, float]
 ) -> Mapping[str, float]:
     """By name, what the updates of parameters cost that the optimizer treats as wholes, the same on
-    every rank (collective). Warns on rank 0 where one of them is most of all.
+    every rank (collective); frozen ones cost nothing. Warns on rank 0 where one of them is most of
+    all.
 
     known: those that stay as they are. Raises MismatchError if ranks find different parameters.
     """
@@ -33,12 +34,15 @@ def find_costs(
     for number in sorted(tensorwise_groups(optimizer)):
         group = optimizer.param_groups[number]
         for param in group["params"]:
-            if param not in names or not param.requires_grad:
+            if param not in names:
                 continue
             name, key = names[param], (number, tuple(param.shape))
-            if name not in known and key not in measured:
+            if not param.requires_grad:
+                costs[name] = 0.0
+                continue
+            if not known.get(name) and key not in measured:
                 measured[key] = cost_of_update(optimizer, group, param.shape)
-            costs[name] = known[name] if name in known else measured[key]
+            costs[name] = known.get(name) or measured[key]
     compare_tensors(
         sorted(costs),
         world.all_gather_text,
@@ -56,7 +60,7 @@ def cut_buckets(
     layout: BucketLayout, config: EngineConfig, *, costs: Mapping[str, float], schedule: Schedule
 ) -> BucketLayout:
     """``layout``, whose buckets are cut evenly, as ``config`` says: with one owner for each
-    parameter, or by weights. ``costs``: as of ``find_costs``.
+    parameter in ``costs``, which are those of ``find_costs``, or by weights.
     """
     if config.shards == "whole":
         return assign_owners(layout, costs, schedule.reduce_scatters)

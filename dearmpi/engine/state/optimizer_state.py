@@ -218,7 +218,7 @@ class OptimizerState:
         if self.is_held:
             states = {n: dict(state[p]) for p, n in self.names.items() if p in state}
             tried = host_twin(self.optimizer) if updates.on_host else self.optimizer
-            elementwise = elementwise_keys(tried, whole=not updates.shards)
+            elementwise = elementwise_keys(tried, whole=bool(updates.owned) or not updates.shards)
             with updates.comm_stream.section():
                 load_state(updates.of_buckets, states, elementwise=elementwise)
             state.clear()

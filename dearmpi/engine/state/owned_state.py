@@ -21,7 +21,7 @@ from dearmpi.comm.messages.collective_calls import gather_data
 from dearmpi.comm.world import World
 from dearmpi.cuts import Cuts
 from dearmpi.device.accelerator import through_host
-from dearmpi.engine.update.update import OwnedUpdate
+from dearmpi.engine.update.shard_update import OwnedUpdate
 from dearmpi.plan.data.layout import BucketLayout
 
 State = dict[str, Any]

@@ -48,7 +48,7 @@ class LocalState:
 
     groups: the param groups as in torch's state dict.
     whole: by parameter name, the state of parameters that is the same on all ranks.
-    pieces: this rank's share of all other state, where parameters are cut.
+    pieces: this rank's share of all other state, of parameters that may be cut.
     owned: by parameter name, the state of parameters that this rank owns, and no other holds.
     """
 
@@ -92,11 +92,11 @@ def _cut_run(update: ShardUpdate, run: FusedRange) -> list[StatePiece]:
 
 def gather_state(world: World, updates: Updates) -> dict[str, State]:
     """The whole optimizer state by parameter name, on every rank (collective)."""
-    if shards := shards_of(updates):
-        return _gather_shards(world, shards)
-    if owned := owned_of(updates):
-        return gather_owned(world, owned)
-    return _copied(read_whole(updates))
+    if wholes := wholes_of(updates):
+        return _copied(read_whole(wholes))
+    owned = owned_of(updates)
+    states = gather_owned(world, owned) if owned else {}
+    return states | _gather_shards(world, shards_of(updates))
 
 
 def _copied(states: Mapping[str, State]) -> dict[str, State]:
@@ -133,12 +133,12 @@ def load_state(
     ``elementwise``: names of entries with one value per element, which a scalar parameter's shape
     does not show. Raises CheckpointError if a tensor's size fits neither parameter nor scalar.
     """
-    for update in (*wholes_of(updates), *owned_of(updates)):
-        own = _copied({name: states[name] for name in update.names if name in states})
-        update.set_states(own, elementwise=elementwise)
     shards = shards_of(updates)
     for shard in shards:  # all before the first is changed
         _check_shapes(shard, states, elementwise)
+    for update in (*wholes_of(updates), *owned_of(updates)):
+        own = _copied({name: states[name] for name in update.names if name in states})
+        update.set_states(own, elementwise=elementwise)
     for shard in shards:
         _load_shard(shard, states, elementwise)
 
@@ -236,7 +236,8 @@ def _check_shapes(
     update: ShardUpdate, states: Mapping[str, State], elementwise: frozenset[str]
 ) -> None:
     """Raise CheckpointError on every rank, whichever of them own the elements."""
-    for name, param in zip(update.bucket.spec.names, update.bucket.params, strict=True):
+    for slot in sorted(update.slots):
+        name, param = update.bucket.spec.names[slot], update.bucket.params[slot]
         for key, value in states.get(name, {}).items():
             if not isinstance(value, Tensor) or (value.dim() == 0 and key not in elementwise):
                 continue

@@ -5,7 +5,7 @@ buckets are an ``UpdateSet``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from dearmpi.engine.update.master import (
 )
 from dearmpi.engine.update.update import (
     Options,
-    OwnedUpdate,
     WholeUpdate,
     beside,
     clone,
@@ -91,6 +90,8 @@ class FusedRange:
 class ShardUpdate:
     """The optimizer on the elements of a bucket that this rank owns; state is 1/P.
 
+    slots: of the parameters that may be cut; all of the bucket, but for those of an owner.
+
     Neighbouring parameters of one group are one tensor to the optimizer, until one of them goes
     without gradient: from then on each is its own.
     """
@@ -104,11 +105,13 @@ class ShardUpdate:
         shard: Shard,
         masters: MasterRule,
         scalars: Sequence[frozenset[str]],
+        slots: Collection[int] | None = None,
     ) -> None:
         """``scalars``: by group, names of scalar entries of the state that lie where the
         optimizer works, if that is a device.
         """
         self.bucket = bucket
+        self.slots = frozenset(range(len(bucket.params)) if slots is None else slots)
         self._shard, self._masters, self._scalars = shard, masters, scalars
         self.runs: list[FusedRange] = []
         self._optimizer = clone(optimizer, [], defaultdict(dict))
@@ -116,10 +119,11 @@ class ShardUpdate:
         pieces: list[ParamRange] = []
         for slot, placed in enumerate(bucket.spec.placements):
             start, stop = max(first, placed.start), min(last, placed.stop)
-            if start >= stop:
+            if start >= stop or slot not in self.slots:
                 continue
             group = group_of[bucket.params[slot]]
-            if pieces and group_of[bucket.params[pieces[-1].slot]] != group:
+            follows = bool(pieces) and pieces[-1].stop == start
+            if pieces and not (follows and group_of[bucket.params[pieces[-1].slot]] == group):
                 self._add_run(pieces, group_of)
                 pieces = []
             pieces.append(ParamRange(slot, start, stop))
@@ -249,7 +253,7 @@ class ShardUpdate:
         return FusedRange(self._shard, group, pieces, masters=self._masters)
 
     def _can_join(self, first: FusedRange, second: FusedRange) -> bool:
-        if first.group != second.group:
+        if first.group != second.group or first.stop != second.start:
             return False
         left, right = self.state_of(first), self.state_of(second)
         return left.keys() == right.keys() and all(
@@ -273,12 +277,47 @@ def _can_be_one(left: Any, right: Any, first: Tensor, second: Tensor) -> bool:
     return not isinstance(left, Tensor) and not isinstance(right, Tensor) and bool(left == right)
 
 
+class OwnedUpdate(WholeUpdate):
+    """The optimizer on the whole parameters that this rank owns; nobody else has their state.
+
+    Gradients and parameters lie in the own shard of the bucket, whose cuts leave them whole. What
+    else lies there is ``rest``, of parameters that may be cut.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        bucket: BucketRuntime,
+        group_of: Mapping[nn.Parameter, int],
+        *,
+        rank: int,
+        whole: Collection[str],
+        masters: MasterRule,
+        scalars: Sequence[frozenset[str]],
+    ) -> None:
+        """whole: names of the parameters that are not cut. scalars: as in ``WholeUpdate``."""
+        names = enumerate(bucket.spec.names)
+        rest = frozenset(slot for slot, name in names if name not in whole)
+        owned = [slot for slot in bucket.spec.owned_slots(rank) if slot not in rest]
+        super().__init__(optimizer, bucket, group_of, masters=masters, scalars=scalars, slots=owned)
+        shard = ResidentShard(bucket, rank=rank)
+        self.rest = ShardUpdate(
+            optimizer, bucket, group_of, shard=shard, masters=masters, scalars=scalars, slots=rest
+        )
+
+    def step(self, options: Options, unused: frozenset[int]) -> None:
+        """Update what lies in the own shard, except for ``unused`` slots."""
+        self.rest.step(options, unused)
+        super().step(options, unused)
+
+
 Updates = Sequence[ShardUpdate] | Sequence[WholeUpdate]
 
 
 def shards_of(updates: Updates) -> list[ShardUpdate]:
-    """All of them where they are of shards, else none."""
-    return [update for update in updates if isinstance(update, ShardUpdate)]
+    """Those of parameters that may be cut; none where every rank updates all."""
+    found = [u.rest if isinstance(u, OwnedUpdate) else u for u in updates]
+    return [update for update in found if isinstance(update, ShardUpdate)]
 
 
 def wholes_of(updates: Updates) -> list[WholeUpdate]:
@@ -287,7 +326,7 @@ def wholes_of(updates: Updates) -> list[WholeUpdate]:
 
 
 def owned_of(updates: Updates) -> list[OwnedUpdate]:
-    """All of them where each parameter has one owner, else none."""
+    """All of them where parameters have owners, else none."""
     return [update for update in updates if isinstance(update, OwnedUpdate)]
 
 
@@ -307,12 +346,12 @@ class UpdateSet:
 
     @property
     def shards(self) -> list[ShardUpdate]:
-        """The updates where they are of shards, else none."""
+        """The updates of parameters that may be cut, else none."""
         return shards_of(self.of_buckets)
 
     @property
     def owned(self) -> list[OwnedUpdate]:
-        """The updates where each parameter has one owner, else none."""
+        """The updates where parameters have owners, else none."""
         return owned_of(self.of_buckets)
 
     @property
@@ -334,11 +373,13 @@ def build_updates(
     config: EngineConfig,
     comm_stream: CommStream,
     scalars: Sequence[frozenset[str]],
+    whole: Collection[str] = (),
 ) -> UpdateSet:
     """One update for each bucket: all of shards, or all of whole parameters, of every rank or of
     their owners.
 
-    ``scalars``: as in ``ShardUpdate``. Raises DeviceError if host memory cannot be pinned.
+    ``scalars``: as in ``ShardUpdate``; ``whole``: as in ``OwnedUpdate``. Raises DeviceError if host
+    memory cannot be pinned.
     """
     groups = {
         param: index
@@ -358,7 +399,9 @@ def build_updates(
         ]
     elif config.shards == "whole":
         updates = [
-            OwnedUpdate(optimizer, b, groups, rank=rank, masters=masters, scalars=scalars)
+            OwnedUpdate(
+                optimizer, b, groups, rank=rank, whole=whole, masters=masters, scalars=scalars
+            )
             for b in buckets
         ]
     else:

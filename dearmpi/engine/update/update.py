@@ -2,14 +2,13 @@
 
 All kinds run a clone of the optimizer with its class and hyperparameters, but parameter groups of
 its own: over this rank's shard (``ShardUpdate``), over the bucket's whole parameters
-(``WholeUpdate``), as every rank does in the paper, or over those that this rank owns
-(``OwnedUpdate``).
+(``WholeUpdate``), as every rank does in the paper, or over both kinds (``OwnedUpdate``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -171,7 +170,7 @@ class WholeUpdate:
         *,
         masters: MasterRule,
         scalars: Sequence[frozenset[str]],
-        slots: Sequence[int] | None = None,
+        slots: Collection[int] | None = None,
     ) -> None:
         """``scalars``: by group, names of scalar entries of the state that lie where the
         parameters are.
@@ -269,24 +268,3 @@ class WholeUpdate:
                     key: fit(value, alias, elementwise=key in elementwise)
                     for key, value in state.items()
                 }
-
-
-class OwnedUpdate(WholeUpdate):
-    """The optimizer on the whole parameters that this rank owns; nobody else has their state.
-
-    Gradients and parameters lie in the own shard of the bucket, which is cut where parameters end.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        bucket: BucketRuntime,
-        group_of: Mapping[nn.Parameter, int],
-        *,
-        rank: int,
-        masters: MasterRule,
-        scalars: Sequence[frozenset[str]],
-    ) -> None:
-        """``scalars`` as in ``WholeUpdate``."""
-        slots = bucket.spec.owned_slots(rank)
-        super().__init__(optimizer, bucket, group_of, masters=masters, scalars=scalars, slots=slots)

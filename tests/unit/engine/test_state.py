@@ -211,11 +211,11 @@ def test_a_wrapped_optimizer_that_begins_without_its_state_says_so(
     """After close(), by itself or in another DistributedOptimizer, if it had any state."""
 
     def rank(world: World) -> None:
-        model = nn.Linear(3, 2)
+        model = nn.Linear(30, 2)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
 
         def step(optimizer: torch.optim.Optimizer) -> None:
-            model(torch.ones(1, 3)).sum().backward()
+            model(torch.ones(1, 30)).sum().backward()
             optimizer.step()
 
         optimizer = DistributedOptimizer(inner, model, world=world, shards=shards)

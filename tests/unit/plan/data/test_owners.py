@@ -32,7 +32,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=6), min_siz
 
 
 @given(LENGTHS, st.integers(1, 8))
-def test_every_parameter_has_one_owner(lengths: list[list[int]], size: int) -> None:
+def test_what_is_updated_as_a_whole_has_one_owner(lengths: list[list[int]], size: int) -> None:
     even = layout_of(lengths, size)
     names = [name for bucket in even for name in bucket.names]
     costs = {name: float(len(name) + index) for index, name in enumerate(names) if index % 3}
@@ -42,14 +42,13 @@ def test_every_parameter_has_one_owner(lengths: list[list[int]], size: int) -> N
     for bucket, before in zip(layout, even, strict=True):
         assert sorted(bucket.names) == sorted(before.names)
         assert bucket.padded_numel == bucket.numel == before.numel
-        owned = [bucket.owned_slots(rank) for rank in range(size)]
-        assert sorted(slot for slots in owned for slot in slots) == [*range(len(bucket.names))]
-        for rank, slots in enumerate(owned):
-            start, stop = bucket.shard_range(rank)
-            assert sum(bucket.placements[slot].spec.numel for slot in slots) == stop - start
-            for slot in slots:
-                placed = bucket.placements[slot]
-                assert start <= placed.start and placed.stop <= stop
+        ends = [0, *(placed.stop for placed in bucket.placements)]
+        assert ends[:-1] == [placed.start for placed in bucket.placements]
+        for placed in bucket.placements:
+            owners = bucket.cuts.owners(placed.start, placed.stop)
+            ranges = [bucket.shard_range(rank) for rank in owners]
+            if placed.spec.name in costs:
+                assert any(a <= placed.start and placed.stop <= b for a, b in ranges)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=24), st.integers(1, 6))
@@ -76,9 +75,39 @@ def test_loads_carry_on_over_buckets_in_launch_order() -> None:
 
 
 def test_frozen_parameters_do_not_count_as_bytes() -> None:
-    groups = [[ParamSpec("a", (9,), trained=False)], [ParamSpec("b", (1,)), ParamSpec("c", (1,))]]
-    owned = assign_owners(build_layout(groups, 2), {}, [1, 0])
-    assert [bucket.owned_slots(0) for bucket in owned.buckets] == [(0,), (0,)]
+    groups = [
+        [ParamSpec("a", (96,), trained=False)],
+        [ParamSpec("b", (64,)), ParamSpec("c", (64,))],
+    ]
+    owned = assign_owners(build_layout(groups, 2), {}, [0, 1])
+    assert [b.cuts.offsets for b in owned] == [(0, 48, 96), (0, 64, 128)]
+
+
+def bytes_by_rank(layout: BucketLayout) -> list[int]:
+    return [
+        sum(bucket.cuts.size_of(rank) * bucket.itemsize for bucket in layout)
+        for rank in range(layout.world_size)
+    ]
+
+
+@given(LENGTHS, st.integers(2, 8))
+def test_filler_levels_bytes(lengths: list[list[int]], size: int) -> None:
+    """A bucket that nothing else is in makes up for all others, up to the alignment of shards."""
+    num_elements = sum(map(sum, lengths))
+    even = layout_of([*lengths, [num_elements * size]], size)
+    names = [name for bucket in even for name in bucket.names]
+    costs = dict.fromkeys(names[:-1:2], 1.0)
+    found = bytes_by_rank(assign_owners(even, costs, range(len(even))))
+    assert max(found) - min(found) <= 2 * 16 * 4
+
+
+def test_a_large_filler_is_cut_between_what_is_whole() -> None:
+    """By hand: the embedding levels two ranks; the vector fills the third one."""
+    layout = layout_of([[320, 16, 64, 48, 32]], 3)
+    costs = {"0.1": 3.0, "0.2": 2.0, "0.3": 1.0}
+    (bucket,) = assign_owners(layout, costs, [0])
+    assert bucket.names == ("0.1", "0.0", "0.2", "0.3", "0.4")
+    assert bucket.cuts.offsets == (0, 400, 800, 960)
 
 
 def test_costs_by_formula() -> None:

@@ -102,10 +102,10 @@ def test_state_survives_any_change_of_ranks_and_buckets(tmp_path: Path, gather: 
         known = found
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor", "Muon"])
 def test_state_of_owners_survives_any_change_of_ranks(tmp_path: Path, optimizer: str) -> None:
-    """Each owner writes what it has, with whatever shapes; others own it after a change."""
-    keys = {"step", "row_var", "col_var"} if optimizer == "Adafactor" else ADAMW
+    """Each rank writes what it has, with whatever shapes, or cut; others own it after a change."""
+    keys = KEYS[optimizer]
     owned: dict[str, Any] = {"optimizer": optimizer, "shards": "whole"}
     known = first_snapshot(tmp_path / "first", 4, "parameters", 1e-4, keys=keys, **owned)
     for size, gather, cap in (
@@ -120,6 +120,7 @@ def test_state_of_owners_survives_any_change_of_ranks(tmp_path: Path, optimizer:
 
 
 ADAMW = {"step", "exp_avg", "exp_avg_sq"}
+KEYS = {"AdamW": ADAMW, "Adafactor": {"step", "row_var", "col_var"}, "Muon": ADAMW}  # of filters
 
 
 def first_snapshot(
