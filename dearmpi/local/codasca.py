@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.trace.spans import Traffic
-from dearmpi.errors import CheckpointError
 from dearmpi.local.anchor import Anchor
 from dearmpi.local.local_optimizer import AVERAGING, LocalOptimizer
 
@@ -114,20 +113,6 @@ class Codasca(LocalOptimizer):
             for name in self._trained
         }
 
-    def _read_local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raise CheckpointError, on all ranks, if one of them cannot take up what it is given."""
-        fault, local = "", dict[str, Any]()
-        try:
-            local = dict(super()._read_local(state_dict))
-            fault = self._fault_of(local)
-        except CheckpointError as error:
-            fault = str(error)
-        faults = self.world.all_gather_text(fault)
-        for rank, text in enumerate(faults):
-            if text:
-                raise CheckpointError(f"on rank {rank} {text}", code="state-of-other-model")
-        return local
-
     def _fault_of(self, local: Mapping[str, Any]) -> str:
         every, saved = self.exchanges.sync_every, local.get("sync_every")
         if saved is None:
@@ -139,7 +124,7 @@ class Codasca(LocalOptimizer):
                 f"the state is of rank {local['rank']}, and corrections belong to a rank's data; "
                 "load each rank's own state"
             )
-        return ""
+        return super()._fault_of(local)
 
     @torch.no_grad()
     def _take_own(self, local: Mapping[str, Any], is_own: bool) -> None:

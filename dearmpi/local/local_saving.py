@@ -203,22 +203,27 @@ class LocalSaving(Readings):
             )
 
     def _read_local(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raise CheckpointError, on all ranks, if one of them cannot take up what it is given."""
         local = state_dict.get(LOCAL)
-        if local is None:
-            raise CheckpointError(
-                "the state has no part of local steps; load what state_dict() of a LocalOptimizer "
-                "returned",
-                code="state-of-other-model",
-            )
+        fault = (
+            "the state has no part of local steps; load what state_dict() of a LocalOptimizer "
+            "returned"
+            if local is None
+            else self._fault_of(local)
+        )
+        for rank, text in enumerate(self.world.all_gather_text(fault)):
+            if text:
+                raise CheckpointError(f"on rank {rank} {text}", code="state-of-other-model")
+        return dict(local or {})
+
+    def _fault_of(self, local: Mapping[str, Any]) -> str:
+        """Why a state cannot be taken up, and what to do; empty if it can."""
         for name, param in self._trained.items():
             saved = local["anchor"].get(name)
             if saved is None or saved.shape != param.shape:
-                raise CheckpointError(
-                    f"the state has {'no' if saved is None else 'another'} parameter {name}; load "
-                    "the state of this model",
-                    code="state-of-other-model",
-                )
-        return dict(local)
+                found = "no" if saved is None else "another"
+                return f"the state has {found} parameter {name}; load the state of this model"
+        return ""
 
     def _refuse_other_phase(self, num_steps: int, has_own_state: bool) -> None:
         """Raise CheckpointError for a state that the phase of its step cannot take up."""

@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
                 parted, second = build(world)
                 second.load_state_dict(state)
         assert torch.equal(whole.weight, parted.weight)
-        state["scaffnew"]["rank"] += 1
+        state["local"]["rank"] += 1
         with raises(CheckpointError, "state-of-other-model", world.rank + 1):
             second.load_state_dict(state)
         with raises(CheckpointError, "state-of-other-model"):
@@ -177,7 +177,6 @@ def _change_lr(optimizer: Scaffnew) -> None:
 MISUSES: list[Callable[[Any], Any]] = [
     lambda optimizer: optimizer.step(lambda: 0.0),
     lambda optimizer: optimizer.join(),
-    lambda optimizer: optimizer.no_sync(),
     lambda optimizer: optimizer.add_param_group({"params": []}),
     _change_lr,
 ]
