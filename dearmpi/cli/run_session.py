@@ -11,6 +11,8 @@ from dearmpi.cli.endings import RankLog
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
+from dearmpi.local.local_optimizer import LocalOptimizer
+from dearmpi.local.scaffnew import Scaffnew
 from dearmpi.report.draw.units import count_text
 from dearmpi.train.loop.balance import describe_shares
 from dearmpi.train.loop.evaluation import Outcome
@@ -118,14 +120,8 @@ def describe_start(
             f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
             "hidden: share of it that computation covered"
         )
-    if (local := job.local) is not None:
-        schedule = local.exchanges
-        lines.append(
-            f"local steps ({settings.algorithm or 'diloco'}): an exchange every "
-            f"{schedule.sync_every} steps, "
-            f"{count_text(schedule.fragments, 'fragment')}, delay {schedule.delay}, mix "
-            f"{local.mix:g}; evaluations and checkpoints show what ranks share"
-        )
+    if job.local is not None:
+        lines.append(_describe_local(job.local, settings.algorithm or "diloco"))
     lines.extend(_describe_planning(job))
     if settings.workers:
         workers = count_text(settings.workers, "worker")
@@ -141,6 +137,23 @@ def describe_start(
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")
     return [*lines, f"run folder: {folder}"]
+
+
+def _describe_local(local: LocalOptimizer, algorithm: str) -> str:
+    """When ranks exchange, and what is shown of them."""
+    schedule = local.exchanges
+    when = (
+        f"every {schedule.sync_every} steps, {count_text(schedule.fragments, 'fragment')}, "
+        f"delay {schedule.delay}, mix {local.mix:g}"
+    )
+    if isinstance(local, Scaffnew):
+        rule = local.rule
+        when = (
+            f"after a step with chance {rule.p:g}; {rule.cohort} of {rule.num_clients} ranks take "
+            f"part, {rule.sparsity} in each coordinate"
+        )
+    shown = "evaluations and checkpoints show what ranks share"
+    return f"local steps ({algorithm}): an exchange {when}; {shown}"
 
 
 def _describe_device(job: Job, device: DeviceChoice) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.local.codasca import Codasca
 from dearmpi.local.local_optimizer import LocalOptimizer
+from dearmpi.local.scaffnew import Scaffnew
 from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, read_plan
 from dearmpi.plan.data.plan_choice import check_plan
@@ -38,7 +38,7 @@ from dearmpi.train.ranks.agreement import AgreedError, together
 from dearmpi.train.ranks.device import check_precision, convert_model, device_of_model
 from dearmpi.train.run.resuming import continue_random_state, split_tensors
 from dearmpi.train.run.saving import TrainingState
-from dearmpi.train.settings.settings import RunSettings
+from dearmpi.train.settings.settings import OF_ROUNDS, RunSettings
 from dearmpi.train.tasks.own_callbacks import find_callbacks
 from dearmpi.train.tasks.task import Task, count_samples
 
@@ -197,7 +197,7 @@ def prepare(
     start_step = 0 if snapshot is None else snapshot.step
     optimizer: DistributedOptimizer | LocalOptimizer
     followed = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
-    if settings.sync_every is None:
+    if not settings.trains_alone:
         optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
         if scaler is not None and settings.engine().keeps_unsent:
             optimizer.follow_loss_scale(scaler.get_scale)
@@ -415,30 +415,50 @@ def _train_alone(
     state: dict[str, Any] | None,
 ) -> LocalOptimizer:
     """``inner`` on each rank, with exchanges, and with what the ranks of ``snapshot`` had."""
+    try:
+        optimizer = _make_local(inner, task.model, world, settings)
+    except ConfigError as error:
+        raise AgreedError(str(error), exit_code=error.exit_code, code=error.code) from error
+    if snapshot is not None and state is not None:
+        optimizer.load_local_state(state, snapshot.meta["local"])
+    return optimizer
+
+
+def _make_local(
+    inner: torch.optim.Optimizer, model: nn.Module, world: World, settings: RunSettings
+) -> LocalOptimizer:
+    """By the algorithm of ``settings``."""
+    common: dict[str, Any] = {"world": world, "config": replace(settings.engine(), eager=False)}
+    if settings.algorithm in OF_ROUNDS:
+        (group,) = inner.param_groups
+        sparsity = settings.sparsity
+        if settings.algorithm == "tamuna" and sparsity is None:
+            sparsity = min(2, world.size)
+        return Scaffnew(
+            group["params"],
+            model,
+            lr=group["lr"],
+            p=settings.p,
+            sparsity=sparsity,
+            cohort=settings.cohort,
+            **common,
+        )
     assert settings.sync_every is not None
-    make: Callable[..., LocalOptimizer] = LocalOptimizer
-    if settings.algorithm in ("coda", "codasca"):
-        make = LocalOptimizer.average if settings.algorithm == "coda" else Codasca
-    given: dict[str, Any] = {
+    common["sync_every"] = settings.sync_every
+    if settings.algorithm == "codasca":
+        return Codasca(inner, model, **common)
+    common |= {"sync_after": settings.sync_after, "compress": settings.compress}
+    if settings.algorithm == "coda":
+        return LocalOptimizer.average(inner, model, **common)
+    given = {
         "outer_lr": settings.outer_lr,
         "outer_momentum": settings.outer_momentum,
         "fragments": settings.sync_fragments,
         "delay": settings.sync_delay,
         "mix": settings.sync_mix,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if make is not Codasca:
-        given |= {"sync_after": settings.sync_after, "compress": settings.compress}
-    config = replace(settings.engine(), eager=False)
-    try:
-        optimizer = make(
-            inner, task.model, sync_every=settings.sync_every, world=world, config=config, **given
-        )
-    except ConfigError as error:
-        raise AgreedError(str(error), exit_code=error.exit_code, code=error.code) from error
-    if snapshot is not None and state is not None:
-        optimizer.load_local_state(state, snapshot.meta["local"])
-    return optimizer
+    common |= {name: value for name, value in given.items() if value is not None}
+    return LocalOptimizer(inner, model, **common)
 
 
 def _optimizer_state(

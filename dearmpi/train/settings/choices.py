@@ -30,7 +30,7 @@ LrSchedule = Literal["constant", "cosine", "step"]
 NoDecay = Literal["norms", "biases"]
 TrackerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 OnNan = Literal["stop", "skip"]
-LocalAlgorithm = Literal["diloco", "coda", "codasca"]
+LocalAlgorithm = Literal["diloco", "coda", "codasca", "scaffnew", "tamuna"]
 BatchSharesName = Literal["auto", "even"]
 
 _LIMITS = StallLimits()
@@ -245,10 +245,37 @@ class RunChoices:
         None,
         "Communication",
         "choice",
-        "with --sync-every: how ranks share what they learned. coda: the mean of their parameters, "
-        "by default with dearmpi:PrimalDual; codasca: besides, each corrects its gradients by the "
-        "mean of all; default: diloco",
+        "how ranks that train alone share what they learned. With --sync-every: diloco, the "
+        "default; coda, the mean of parameters, by default of dearmpi:PrimalDual; codasca, which "
+        "corrects for unequal data. Without: scaffnew or tamuna, gradient steps with control "
+        "variates, and exchanges at random",
         choices=get_args(LocalAlgorithm),
+        fixed=True,
+    )
+    p: float | None = setting(
+        None,
+        "Communication",
+        "number",
+        "with --algorithm scaffnew or tamuna: the chance that a step is followed by an exchange; "
+        "default: 0.1",
+        above=0,
+        most=1,
+        fixed=True,
+    )
+    sparsity: int | None = setting(
+        None,
+        "Communication",
+        "integer",
+        "with --algorithm tamuna: ranks whose values of a coordinate count; default: 2",
+        least=1,
+        fixed=True,
+    )
+    cohort: int | None = setting(
+        None,
+        "Communication",
+        "integer",
+        "with --algorithm tamuna: ranks that take part in a round; default: all",
+        least=1,
         fixed=True,
     )
     sync_after: int = setting(

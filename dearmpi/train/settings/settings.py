@@ -94,45 +94,60 @@ class RunSettings(RunChoices):
 
     def _check_local(self) -> None:
         """Raise ConfigError for settings that local steps lack, or that have no effect without."""
-        if self.sync_every is None:
+        if not self.trains_alone:
             for name in OF_LOCAL_STEPS:
                 if getattr(self, name) not in (None, 0):
                     raise ConfigError(
                         f"{name} is {getattr(self, name)}, but without sync_every gradients are "
-                        "averaged in each step; leave it out, or give sync_every",
+                        "averaged in each step; leave it out, or give sync_every, or algorithm "
+                        "scaffnew or tamuna",
                         code="setting-without-effect",
                     )
             return
         self._check_algorithm()
-        refused = (
-            ("plan", self.plan, (None, "none")),
-            ("on_nan", self.on_nan, ("stop",)),
-            ("gather", self.gather, ("parameters",)),
-            ("schedule", self.schedule, ("dear",)),
-            ("trace", self.trace, (None,)),
-            ("ema", self.ema, (None,)),
-            ("batch_shares", self.batch_shares, ("even",)),
-            ("precision", self.precision, ("fp32", "bf16", "fp64")),
+        self._refuse_beside(
+            ("plan", (None, "none")),
+            ("on_nan", ("stop",)),
+            ("gather", ("parameters",)),
+            ("schedule", ("dear",)),
+            ("trace", (None,)),
+            ("ema", (None,)),
+            ("batch_shares", ("even",)),
+            ("precision", ("fp32", "bf16", "fp64")),
         )
-        for name, value, served in refused:
-            if value not in served:
-                raise ConfigError(
-                    f"sync_every is {self.sync_every}, but {name} is {value!r}, which local steps "
-                    "do not serve; leave one of the two out",
-                    code="settings-contradict",
-                )
 
     def _check_algorithm(self) -> None:
         """Raise ConfigError for what an algorithm decides by itself."""
-        decided = {
-            "coda": OF_DILOCO,
-            "codasca": (*OF_DILOCO, "sync_after", "compress"),
-        }.get(self.algorithm or "", ())
-        for name in decided:
-            if getattr(self, name) not in (None, 0, "none"):
+        left_out = (None, 0)
+        if self.algorithm not in OF_ROUNDS:
+            self._refuse_beside(*((name, left_out) for name in ("p", "sparsity", "cohort")))
+        if self.algorithm == "scaffnew":
+            self._refuse_beside(("sparsity", left_out), ("cohort", left_out))
+        if self.algorithm not in (None, "diloco"):
+            self._refuse_beside(*((name, left_out) for name in OF_DILOCO))
+        if self.algorithm in ("codasca", *OF_ROUNDS):
+            self._refuse_beside(("sync_after", left_out), ("compress", ("none",)))
+        if self.algorithm in OF_ROUNDS:
+            self._refuse_beside(
+                ("sync_every", left_out),
+                ("optimizer", ("SGD", "sgd")),
+                ("momentum", left_out),
+                ("weight_decay", left_out),
+                ("no_decay", left_out),
+                ("lr_schedule", ("constant",)),
+                ("warmup_steps", left_out),
+                ("warmup_epochs", left_out),
+                ("optimizer_options", ({},)),
+            )
+
+    def _refuse_beside(self, *served: tuple[str, tuple[Any, ...]]) -> None:
+        """Raise ConfigError for a setting that has none of the values that local steps serve."""
+        chosen = "algorithm" if self.sync_every is None or self.algorithm else "sync_every"
+        for name, values in served:
+            if (value := getattr(self, name)) not in values:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)}, but algorithm {self.algorithm} averages "
-                    "parameters as they are; leave one of the two out",
+                    f"{chosen} is {getattr(self, chosen)}, but {name} is {value!r}, which does not "
+                    "go with it; leave one of the two out",
                     code="settings-contradict",
                 )
 
@@ -171,10 +186,15 @@ class RunSettings(RunChoices):
         engine, default = self.engine(), EngineConfig()
         return (
             self.plan is None
-            and self.sync_every is None
+            and not self.trains_alone
             and not self.deterministic
             and all(getattr(engine, name) == getattr(default, name) for name in DECIDED_BY_PLAN)
         )
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether ranks take local steps between exchanges."""
+        return self.sync_every is not None or self.algorithm in OF_ROUNDS
 
     @property
     def updates_early(self) -> bool:
@@ -224,7 +244,8 @@ class RunSettings(RunChoices):
 
 
 OF_DILOCO = ("sync_fragments", "sync_delay", "sync_mix", "outer_lr", "outer_momentum")
-OF_LOCAL_STEPS = ("algorithm", "sync_after", *OF_DILOCO)
+OF_LOCAL_STEPS = ("algorithm", "sync_after", "p", "sparsity", "cohort", *OF_DILOCO)
+OF_ROUNDS = ("scaffnew", "tamuna")  # algorithms that exchange at random, by an SGD of their own
 OF_OWN_CODE = ("task", "optimizer")  # which may name a file
 PLANNING = ("auto", "bayes")  # plans that are found while training
 EXCLUSIVE = (

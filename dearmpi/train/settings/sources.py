@@ -15,7 +15,7 @@ from typing import Any, Literal
 from dearmpi.config import known_names
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.plan_choice import DECIDED_BY_PLAN
-from dearmpi.train.settings.settings import EXCLUSIVE, SETTINGS, RunSettings
+from dearmpi.train.settings.settings import EXCLUSIVE, OF_ROUNDS, SETTINGS, RunSettings
 
 # Not what counts otherwise there, such as a batch size per device. Names that are alike but for a
 # letter or two are found without.
@@ -243,7 +243,12 @@ def from_task(defaults: Mapping[str, object], *, task: str) -> Source:
 def from_algorithm(sources: Sequence[Source]) -> Source:
     """What the algorithm recommends that the user or the checkpoint chose, before the task does."""
     algorithm = merge(sources).get("algorithm")
-    own = {"optimizer": "dearmpi:PrimalDual", "lr": 0.1} if algorithm in OF_AUC else {}
+    own: dict[str, object] = {}
+    if algorithm in OF_AUC:
+        own = {"optimizer": "dearmpi:PrimalDual", "lr": 0.1}
+    elif algorithm in OF_ROUNDS:
+        own = {"optimizer": "SGD", "momentum": 0.0, "weight_decay": 0.0}
+        own |= {"lr_schedule": "constant", "warmup_steps": 0}
     return make_source("task", own, origin=f"the defaults of algorithm {algorithm}")
 
 

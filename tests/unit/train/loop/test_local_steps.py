@@ -14,7 +14,7 @@ from torch import Tensor
 from dearmpi import LocalOptimizer, Run
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket import bucket
-from dearmpi.errors import ConfigError
+from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train import checkpoint
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.auc import build_auc
@@ -43,6 +43,15 @@ AVERAGE: dict[str, Any] = {
     "sync_fragments": None,
     "sync_delay": None,
 }
+ROUNDS: dict[str, Any] = {
+    "optimizer": "SGD",
+    "lr": 0.05,
+    "sync_every": None,
+    "p": 0.3,
+    "sync_fragments": None,
+    "sync_delay": None,
+}
+SCAFFNEW, TAMUNA = ({"algorithm": name, **ROUNDS} for name in ("scaffnew", "tamuna"))
 CODA, CODASCA = ({"algorithm": name, **AVERAGE} for name in ("coda", "codasca"))
 
 
@@ -76,6 +85,8 @@ _building = threading.Lock()
         (10, {"compress": "int4"}),
         (7, CODA),
         *((stop, CODASCA) for stop in (6, 7)),
+        *((stop, SCAFFNEW) for stop in (4, 7)),
+        (7, TAMUNA),
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(
@@ -128,6 +139,17 @@ def test_other_numbers_of_ranks_go_on_from_what_is_shared(
     assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[-1][0], strict=True))
 
 
+def test_control_variates_stay_with_their_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(2, lambda world: run(world, tmp_path / "two", 7, **SCAFFNEW))
+    newest = tmp_path / "two" / "checkpoints" / "step-00000007"
+
+    def go_on(world: World) -> None:
+        with raises(CheckpointError, "state-of-other-model", "num_clients=2", "num_clients=3"):
+            run(world, tmp_path / "other", 13, resume=newest, **SCAFFNEW)
+
+    run_ranks(3, go_on)
+
+
 def test_communication_is_counted_once_for_each_exchange(tmp_path: Path) -> None:
     _, notes = run_ranks(2, lambda world: run(world, tmp_path, 8))[0]
     seconds = {row.step: row.communication_s for row in notes.rows}
@@ -144,6 +166,8 @@ REFUSED: list[dict[str, Any]] = [
     {"algorithm": "coda", "outer_lr": 0.5},
     {"algorithm": "codasca", "sync_delay": 1},
     {"algorithm": "codasca", "compress": "int8"},
+    {"algorithm": "coda", "p": 0.1},
+    {"algorithm": "scaffnew"},
 ]
 
 
@@ -151,6 +175,25 @@ REFUSED: list[dict[str, Any]] = [
 def test_settings_that_local_steps_lack_are_refused(more: dict[str, Any]) -> None:
     with raises(ConfigError, "settings-contradict", *more):
         RunSettings(sync_every=4, **more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"optimizer": "AdamW"},
+        {"momentum": 0.9},
+        {"lr_schedule": "cosine"},
+        {"warmup_steps": 5},
+        {"cohort": 2},
+        {"outer_lr": 0.5},
+        {"compress": "int8"},
+        {"ema": 0.9},
+    ],
+    ids=str,
+)
+def test_settings_that_control_variates_lack_are_refused(more: dict[str, Any]) -> None:
+    with raises(ConfigError, "settings-contradict", "scaffnew", *more):
+        RunSettings(**{"algorithm": "scaffnew", "optimizer": "SGD", **more})
 
 
 @pytest.mark.parametrize(
