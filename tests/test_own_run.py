@@ -7,6 +7,7 @@ import math
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,16 @@ from torch import nn
 
 import dearmpi
 from dearmpi.comm.backends.alone import AloneCollectives
-from dearmpi.errors import ConfigError, NonFiniteLossError, UsageError
+from dearmpi.comm.world import World
+from dearmpi.errors import ConfigError, MismatchError, NonFiniteLossError, UsageError
 from dearmpi.report.page.report import write_report
 from dearmpi.report.read.trace import read_traces
 from dearmpi.train.checkpoint.inspection import export
 from dearmpi.train.ranks.agreement import AgreedError
+from dearmpi.train.ranks.stop import StopRequest
+from dearmpi.train.run.balance import Balance
 from tests.codes import raises
+from tests.fakes.ranks import run_ranks
 from tests.forks import forked
 from tests.job import Ended, run_job
 
@@ -107,6 +112,78 @@ def test_a_stopped_script_goes_on_with_the_same_numbers_on_another_number_of_ran
     assert write_report(whole, tmp_path / "page").page.exists()
     assert len(list((whole / "trace").iterdir())) == 2
     assert len(list((parts / "trace").iterdir())) == 2  # what the first part recorded
+
+
+def train_in_shares(
+    folder: Path, world: World, num_steps: int, shares: Any
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Parameters in the end, and how many samples of each step this rank had."""
+    torch.manual_seed(0)
+    inputs = torch.randn(50, 6, dtype=torch.float64)
+    model = nn.Linear(6, 2).double()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = dearmpi.DistributedOptimizer(inner, model, world=world)
+    sizes = []
+    with dearmpi.Run(folder, model, optimizer) as run:
+        run.resume()
+        sampler = run.sampler(50, batch_size=BATCH_SIZE, num_steps=num_steps, shares=shares)
+        for indices in sampler:
+            loss = sampler.weight(len(indices)) * model(inputs[indices]).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.log(loss)
+            sizes.append(len(indices))
+    optimizer.close()
+    return {name: value.clone() for name, value in model.state_dict().items()}, sizes
+
+
+@pytest.fixture
+def _ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals are for the main thread."""
+    monkeypatch.setattr(StopRequest, "__enter__", lambda self: self)
+    monkeypatch.setattr(StopRequest, "__exit__", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_ranks_are_threads")
+def test_shares_of_a_batch_change_no_number_and_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 computes twice as long for a sample, as far as the balance knows."""
+    note = Balance.note
+
+    def slower(balance: Balance, num_samples: int, own_s: float) -> bool:
+        own = balance.batches
+        size = own.shares.sizes(own.batch_size, own.world_size, 1)[own.rank]
+        return note(balance, num_samples, size * (2.0 - own.rank))
+
+    monkeypatch.setattr(Balance, "note", slower)
+
+    def train(name: str, num_steps: int, shares: Any, size: int = 2) -> list[Any]:
+        folder = tmp_path / name
+        return run_ranks(size, lambda world: train_in_shares(folder, world, num_steps, shares))
+
+    ((expected, _),) = train("alone", 30, "even", size=1)
+    by_weight = train("weights", 30, [1, 5])
+    assert [sizes for _, sizes in by_weight] == [[2] * 30, [10] * 30]
+    first = train("auto", 25, "auto")
+    assert [sizes for _, sizes in first] == [[6] * 21 + [4] * 4, [6] * 21 + [8] * 4]
+    second = train("auto", 30, "auto")
+    assert [sizes for _, sizes in second] == [[4] * 5, [8] * 5]
+    for values, _ in (*by_weight, *second):
+        torch.testing.assert_close(values, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.usefixtures("_ranks_are_threads")
+def test_shares_that_cannot_be_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        for shares, code in (([1, 0], "out-of-range"), ([1], "settings-contradict")):
+            with raises(ConfigError, code, "shares"):
+                train_in_shares(tmp_path / code, world, 1, shares)
+        with raises(MismatchError, "ranks-built-differently", "[1.0, 1.0]", "[1.0, 2.0]"):
+            train_in_shares(tmp_path / "differ", world, 1, [1, 1 + world.rank])
+
+    run_ranks(2, rank)
 
 
 class Script:

@@ -14,11 +14,11 @@ from dearmpi.config import MIB
 from dearmpi.engine.setup.self_planning import Pause
 from dearmpi.report.draw.units import count_text
 from dearmpi.report.read.pace import WORTH, Pace, SlowRanks, StragglerWatch
-from dearmpi.train.loop.balance import describe_shares
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.planning import CapSearch, PlanFile
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
+from dearmpi.train.run.balance import describe_shares
 from dearmpi.train.run.tracing import Tracing
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.version import describe_other_version

@@ -14,7 +14,6 @@ from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WAR
 from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.local.scaffnew import Scaffnew
 from dearmpi.report.draw.units import count_text
-from dearmpi.train.loop.balance import describe_shares
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import LEAST_STEPS_TO_PLAN, Job
 from dearmpi.train.loop.planning import NUM_TRIALS, STEPS_PER_TRIAL, CapSearch, PlanFile
@@ -24,6 +23,7 @@ from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.device import DeviceChoice
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.ranks.threads import ThreadChoice
+from dearmpi.train.run.balance import describe_shares
 from dearmpi.train.run.run_folder import RunFolder
 from dearmpi.train.run.tracing import open_tracing
 from dearmpi.train.settings.sources import Source, describe_overruled

@@ -227,6 +227,12 @@ class StepSampler:
         """The epoch of step number ``step``, from 0."""
         return step // self._steps_per_epoch
 
+    def weight(self, num_samples: int) -> float:
+        """By what to multiply the mean loss of ``num_samples`` samples, this rank's of a step: the
+        average over ranks is then the mean over the step's samples.
+        """
+        return num_samples * self.batches.world_size / self.batches.batch_size
+
     def __len__(self) -> int:
         return max(0, self.num_steps - self.position())
 

@@ -29,13 +29,13 @@ from dearmpi.train.data.data import Batches, RankShares
 from dearmpi.train.data.loading import BatchLoader, open_loader
 from dearmpi.train.data.streaming import Stream, StreamBatches
 from dearmpi.train.loop.averaging import Average
-from dearmpi.train.loop.balance import first_weights, stored_weights
 from dearmpi.train.loop.blocks import prepare_blocks
 from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
 from dearmpi.train.ranks.device import check_precision, convert_model, device_of_model
+from dearmpi.train.run.balance import first_weights, stored_weights
 from dearmpi.train.run.resuming import continue_random_state, split_tensors
 from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import OF_ROUNDS, RunSettings
@@ -139,7 +139,9 @@ def share_samples(
     ConfigError or DataError for too few of them, and for what a run over a stream cannot have.
     """
     num_samples = count_samples(task.train_data)
-    shares = RankShares(first_weights(settings, world, snapshot))
+    shares = RankShares(
+        first_weights(settings.batch_shares, world.size, snapshot.meta if snapshot else {})
+    )
     if num_samples is None:
         _check_stream(settings, task)
         return StreamBatches(

@@ -20,7 +20,6 @@ from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import go_back
-from dearmpi.train.loop.balance import numbers_of_ranks, warn_of_batch_norm
 from dearmpi.train.loop.job import Job, check_position, prepare, share_samples
 from dearmpi.train.loop.optimizers import OptimizerChoice, choose_optimizer
 from dearmpi.train.loop.planning import why_untraceable
@@ -30,6 +29,7 @@ from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.device import DeviceChoice, allow_deterministic_only, choose_device
 from dearmpi.train.ranks.random_state import seed_all
 from dearmpi.train.ranks.threads import ThreadChoice, choose_threads
+from dearmpi.train.run.balance import numbers_of_ranks, warn_of_batch_norm
 from dearmpi.train.run.environment import (
     argument_fingerprints,
     code_fingerprint,
@@ -84,7 +84,8 @@ class Session:
         untraced = [f"nothing is recorded: {self.untraced}"] if self.untraced else []
         crowded = [*self.threads.warnings, *self.device.warnings]
         job = self.job
-        uneven = warn_of_batch_norm(job.settings, job.world, job.task.model)
+        found = warn_of_batch_norm(job.settings.batch_shares, job.world, job.task.model)
+        uneven = [f"warning: {text}" for text in found]
         return [*self.location.notes, *crowded, *job.curve.notes, *uneven, *untraced]
 
     def describe_rank(self) -> str:

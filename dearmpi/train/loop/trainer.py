@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Protocol
 
 from dearmpi.errors import NonFiniteLossError
-from dearmpi.train.loop.balance import Balance
 from dearmpi.train.loop.callbacks import Callbacks, Fit
 from dearmpi.train.loop.evaluation import Evaluation, Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.loop.stepping import Due, StepResult, Timetable, coming_batches, take_step
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.ranks.agreement import is_agreed
+from dearmpi.train.run.balance import Balance
 from dearmpi.train.run.saving import Saver
 from dearmpi.train.run.steps import RunSteps
 

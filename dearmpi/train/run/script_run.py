@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,15 +15,22 @@ from typing import Any, Self
 import yaml
 from torch import Tensor, nn
 
+from dearmpi.comm.messages.batch_share import Shares
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ConfigError, DataError, UsageError
 from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.report.read.pace import SlowRanks, StragglerWatch
-from dearmpi.train.data.data import Batches, StepSampler
+from dearmpi.train.data.data import Batches, RankShares, StepSampler
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow, check_names
 from dearmpi.train.metrics.trackers import TrackedRun, Trackers, check_trackers
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
+from dearmpi.train.run.balance import (
+    Balance,
+    first_weights,
+    stored_weights,
+    warn_of_batch_norm,
+)
 from dearmpi.train.run.environment import describe_environment
 from dearmpi.train.run.resuming import (
     Stateful,
@@ -116,6 +124,8 @@ class Run:
         self._metrics: MetricsLog | None = None
         self._watch: StragglerWatch | None = None
         self._sampler: StepSampler | None = None
+        self._balance: Balance | None = None
+        self._stored: Mapping[str, Any] = {}
         self._row_step = self._start_step = 0
         self._last: dict[str, float] = {}
         self._names: frozenset[str] | None = None
@@ -188,22 +198,31 @@ class Run:
         if found is not None:
             snapshot = load_together(self._world, found)
             restore(snapshot, self._model, (self._optimizer, *self._others), self._states)
+            self._stored = snapshot.meta
             with together(self._world):
                 continue_random_state(self._world, snapshot, snapshot.step)
         self._begin(0 if found is None else snapshot.step)
         return self.step
 
     def sampler(
-        self, num_samples: int, *, batch_size: int, num_steps: int, seed: int = 0
+        self,
+        num_samples: int,
+        *,
+        batch_size: int,
+        num_steps: int,
+        seed: int = 0,
+        shares: Shares = "even",
     ) -> StepSampler:
         """This rank's samples of the steps from here to ``num_steps``, for a DataLoader's
-        ``batch_sampler``.
+        ``batch_sampler`` (collective).
 
         batch_size: samples of a step over all ranks. Each epoch has a new order, drawn from
-        ``seed``; what is left at its end is passed over. Where ranks do not divide the batch
-        evenly, multiply a rank's mean loss by its samples * ranks / ``batch_size``.
+        ``seed``; what is left at its end is passed over. shares: a number above 0 for each rank,
+        or ``auto``, by what ranks compute in a step; ``log`` moves these, and checkpoints keep
+        them. Loaders then need the same ``num_workers`` on all ranks. Where ranks have unequal
+        parts, multiply a rank's mean loss by ``sampler.weight(len(part))``.
 
-        Raises ConfigError or DataError for too few samples.
+        Raises ConfigError or DataError for too few samples, or shares that leave a rank none.
         """
         if num_samples < batch_size:
             raise DataError(
@@ -211,8 +230,16 @@ class Run:
                 code="data-insufficient",
             )
         world = self._world
-        batches = Batches(num_samples, batch_size, world.size, world.rank, seed=seed)
+        world.batch_share(batch_size, shares)  # the same on all ranks, and possible
+        for warning in warn_of_batch_norm(shares, world, self._model, even="shares='even'"):
+            warnings.warn(warning, stacklevel=2)
+        divided = RankShares(first_weights(shares, world.size, self._stored))
+        batches = Batches(
+            num_samples, batch_size, world.size, world.rank, seed=seed, shares=divided
+        )
         self._sampler = StepSampler(batches, num_steps, position=lambda: self.step)
+        is_measured = shares == "auto" and world.size > 1
+        self._balance = Balance(world, batches) if is_measured else None
         return self._sampler
 
     def log(self, loss: Tensor | float, *, num_samples: int = 0, **metrics: float) -> None:
@@ -231,6 +258,8 @@ class Run:
             num_samples = self._sampler.batches.batch_size
         own = loss.detach() if isinstance(loss, Tensor) else loss
         steps.end(float(own), num_samples=num_samples, row_due=row_due)
+        if self._balance is not None:
+            self._balance.note(self._balance.batches.batch_size, steps.own_s)
         self._last, self._last_lr = metrics, self._lr
         if row_due:
             steps.read_all_totals()
@@ -365,7 +394,12 @@ class Run:
 
     def _meta(self, step: int) -> dict[str, Any]:
         """What a checkpoint holds besides model and optimizer."""
-        return {"world_size": self._world.size, "states": self._packed()[0]}
+        weights = () if self._sampler is None else self._sampler.batches.shares.weights
+        return {
+            "world_size": self._world.size,
+            "states": self._packed()[0],
+            **stored_weights(weights),
+        }
 
     def _packed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The extra states: plain data by their names, and all of their tensors."""

@@ -15,28 +15,24 @@ from typing import Any
 from torch import nn
 
 from dearmpi.batch_shares import faster_sizes
+from dearmpi.comm.messages.batch_share import Shares
 from dearmpi.comm.world import World
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
-from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches
 from dearmpi.train.data.streaming import StreamBatches
-from dearmpi.train.settings.settings import RunSettings
 
 NUM_MEASURED = 20  # steps, of which the median counts
 MOST_IN_A_ROW = 3  # changes, each so many steps after the one before
 STEPS_BETWEEN = 200  # after these
 
 
-def first_weights(
-    settings: RunSettings, world: World, snapshot: Snapshot | None
-) -> tuple[float, ...]:
+def first_weights(shares: Shares, world_size: int, stored: Mapping[str, Any]) -> tuple[float, ...]:
     """Weights of the ranks with which a run begins; none: evenly. With ``auto`` those of the run
-    that wrote ``snapshot``, if it had as many ranks.
+    whose checkpoint holds ``stored``, if it had as many ranks.
     """
-    if not isinstance(settings.batch_shares, str):
-        return tuple(settings.batch_shares)
-    stored = {} if snapshot is None else snapshot.meta
-    if settings.batch_shares == "even" or stored.get("world_size") != world.size:
+    if not isinstance(shares, str):
+        return tuple(map(float, shares))
+    if shares == "even" or stored.get("world_size") != world_size:
         return ()
     return tuple(float(weight) for weight in stored.get("batch_shares", ()))
 
@@ -58,16 +54,21 @@ def describe_shares(batches: Batches | StreamBatches) -> str:
     return f"samples by rank: {shown} of {batches.batch_size}"
 
 
-def warn_of_batch_norm(settings: RunSettings, world: World, model: nn.Module) -> list[str]:
-    """A warning where a layer normalises over the samples of one rank, of which shares decide."""
+def warn_of_batch_norm(
+    shares: Shares, world: World, model: nn.Module, *, even: str = "--batch-shares even"
+) -> list[str]:
+    """A warning where a layer normalises over the samples of one rank, of which shares decide.
+
+    even: what to set for even ones.
+    """
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     for name, module in model.named_modules():
         is_local = isinstance(module, kinds) and not isinstance(module, SyncBatchNorm)
-        if is_local and settings.batch_shares != "even" and world.size > 1:
+        if is_local and shares != "even" and world.size > 1:
             return [
-                f"warning: {name or 'the model'} is a {type(module).__name__}, which normalises "
+                f"{name or 'the model'} is a {type(module).__name__}, which normalises "
                 "over each rank's own samples, so that batch_shares change what is learned; use "
-                "dearmpi.SyncBatchNorm, or --batch-shares even"
+                f"dearmpi.SyncBatchNorm, or {even}"
             ]
     return []
 

@@ -16,9 +16,9 @@ from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.train.data.data import Batches
 from dearmpi.train.loop import session
-from dearmpi.train.loop.balance import NUM_MEASURED, STEPS_BETWEEN, Balance, warn_of_batch_norm
 from dearmpi.train.loop.session import Session, open_session
 from dearmpi.train.loop.trainer import Trainer
+from dearmpi.train.run.balance import NUM_MEASURED, STEPS_BETWEEN, Balance, warn_of_batch_norm
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.settings.sources import make_source
 from dearmpi.train.tasks.task import Task
@@ -124,18 +124,18 @@ def test_weights_of_shards_stay_on_as_many_ranks(tmp_path: Path) -> None:
 
 def test_batch_normalisation_of_one_rank_is_warned_of(alone: World) -> None:
     norm = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    settings = RunSettings(batch_shares=(2.0, 1.0))
+    shares = (2.0, 1.0)
 
     def body(world: World) -> list[int]:
         models = (norm, nn.Sequential(SyncBatchNorm(2)), nn.Linear(2, 2))
-        return [len(warn_of_batch_norm(settings, world, model)) for model in models]
+        return [len(warn_of_batch_norm(shares, world, model)) for model in models]
 
     assert run_ranks(2, body) == [[1, 0, 0]] * 2
     assert (
         "1 is a BatchNorm1d"
-        in run_ranks(2, lambda world: warn_of_batch_norm(settings, world, norm)[0])[0]
+        in run_ranks(2, lambda world: warn_of_batch_norm(shares, world, norm)[0])[0]
     )
-    assert warn_of_batch_norm(settings, alone, norm) == []
+    assert warn_of_batch_norm(shares, alone, norm) == []
 
 
 def test_local_steps_do_not_share_unevenly() -> None:
