@@ -135,7 +135,8 @@ class EngineConfig:
         within hosts and then between them, which sends less between hosts of several ranks; or
         sizes such as ``2x4``, ranks in each dimension from inner to outer, those of a host first;
         ``2x2@0,2,1,3`` numbers the ranks anew. A ``.json`` file names the hosts of each rack:
-        ``{"racks": {"left": ["n0", "n1"], "right": ["n2", "n3"]}}``.
+        ``{"racks": {"left": ["n0", "n1"], "right": ["n2", "n3"]}}``; one of ``dear-train calibrate
+        --topology`` has a measured grid, which is taken where it predicts a gain of 3 % or more.
         The sums differ from those of ``flat`` in the last bits. Where hosts have different numbers
         of ranks, or one each, ``hosts`` is ``flat``, and so is a file where hosts or racks differ.
         ``auto`` measures ``hosts`` at start, and takes it where it is faster by 3 % or more.
@@ -221,7 +222,8 @@ class EngineConfig:
         "flat",
         "text",
         "flat; hosts: first within hosts, then between them; auto: hosts where that is measured "
-        "to be faster; sizes such as 2x4, from inner to outer; or a .json file of hosts and racks",
+        "to be faster; sizes such as 2x4, from inner to outer; or a .json file of racks, or of "
+        "dear-train calibrate --topology",
     )
     comm_dtype: CommDtype = _declare(
         "fp32",

@@ -26,6 +26,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.device.comm_stream import compute_on_one_core
 from dearmpi.errors import ConfigError
+from dearmpi.grid import Grid
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.report.draw.units import align, count_text
 from dearmpi.train.loop.job import Job
@@ -36,6 +37,7 @@ from dearmpi.train.ranks.threads import choose_threads
 from dearmpi.train.settings.settings import PLANNING
 from dearmpi.train.settings.sources import Source, make_source, merge
 from dearmpi.tune.layer_timer import LayerTimer, slowest_profile
+from dearmpi.tune.topology import measured_grid
 
 _BYTES_BACK_TO_BACK = 100e6
 _FEWEST, _MOST = 4, 100
@@ -82,7 +84,7 @@ class CollectivesResult:
     """All of them.
 
     wire_dtype: in what the fp32 buffers were sent; None: as they are. wire_bits_s: the rate of a
-    plain TCP stream.
+    plain TCP stream. topology: whose grid was measured beside flat collectives, if any.
     """
 
     world_size: int
@@ -91,6 +93,7 @@ class CollectivesResult:
     wire_dtype: WireDtype | None
     wire_bits_s: float
     rows: tuple[CollectiveTimes, ...]
+    topology: str = "flat"
 
 
 def measure_collectives(
@@ -100,16 +103,21 @@ def measure_collectives(
     repeats: int,
     tell: Callable[[str], None],
     wire_dtype: WireDtype | None = None,
+    topology: str = "flat",
 ) -> CollectivesResult:
     """Measure every reduce-scatter and the all-gather on every size (collective).
 
     sizes_mb: of the whole buffer, in millions of bytes. Times are those of the slowest rank.
-    wire_dtype: in what to send the fp32 buffers.
+    wire_dtype: in what to send the fp32 buffers. topology: also on its grid.
+    Raises ConfigError for one rank, and as ``measured_grid`` does.
     """
     if world.size == 1:
         raise ConfigError(
             "one rank has no collectives; start several with mpirun", code="one-rank-only"
         )
+    grid = None
+    if topology != "flat":
+        grid = measured_grid(world, EngineConfig(topology=topology))
     choose_threads(world, requested=None, progress_thread=world.has_progress_thread)
     compute_on_one_core(world)
     wire = measure_wire(world)
@@ -119,14 +127,15 @@ def measure_collectives(
     rows = []
     for megabytes in sizes_mb:
         count = max(1, int(megabytes * 1e6 / 4 / world.size)) * world.size
-        for name, operation in _operations(wire_dtype).items():
+        for name, operation in _operations(wire_dtype, grid).items():
             rows.append(
                 _measure(world, channel, name, count, operation, wire_dtype, repeats=repeats)
             )
         tell(f"{megabytes:g} MB done")
     channel.close()
     hosts = len(set(world.hosts))
-    return CollectivesResult(world.size, hosts, window, wire_dtype, wire, tuple(rows))
+    shown = "flat" if grid is None else grid.text
+    return CollectivesResult(world.size, hosts, window, wire_dtype, wire, tuple(rows), shown)
 
 
 def measure_overlap(world: World, channel: Channel, start: Start, *, repeats: int) -> Overlap:
@@ -170,8 +179,8 @@ def describe_collectives(result: CollectivesResult) -> list[str]:
     ]
 
 
-def _operations(wire_dtype: WireDtype | None) -> dict[str, Operation]:
-    """Every reduce-scatter, then every all-gather, by name."""
+def _operations(wire_dtype: WireDtype | None, grid: Grid | None) -> dict[str, Operation]:
+    """Every reduce-scatter, then every all-gather, by name; those on ``grid`` last."""
     reduces: dict[str, Operation] = {}
     gathers: dict[str, Operation] = {}
     for algorithm in get_args(ReduceScatter):
@@ -179,6 +188,10 @@ def _operations(wire_dtype: WireDtype | None) -> dict[str, Operation]:
         if algorithms.can_reduce:
             reduces[f"reduce-scatter {algorithm}"] = algorithms.start_reduce_scatter
         gathers[f"all-gather {algorithms.all_gather}"] = algorithms.start_all_gather
+    if grid is not None:
+        algorithms = CollectiveAlgorithms("ring", wire_dtype, grid)
+        reduces[f"reduce-scatter {grid}"] = algorithms.start_reduce_scatter
+        gathers[f"all-gather {grid}"] = algorithms.start_all_gather
     return reduces | gathers
 
 

@@ -20,6 +20,7 @@ from dearmpi.cli.flags import (
     write,
     write_file,
 )
+from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 _METHODS = "serial,wfbp,dear,ddp"
 _STALL_S = (300.0, 900.0)  # a bucket of a large model over a slow wire takes its time
-_FOR_COLLECTIVES = frozenset({"collectives", "sizes_mb", "comm_dtype", "num_iters", "json_path"})
+_OF_COLLECTIVES = frozenset({"sizes_mb", "topology"})
+_FOR_COLLECTIVES = _OF_COLLECTIVES | {"collectives", "comm_dtype", "num_iters", "json_path"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,14 @@ class Contents:
     metavar="LIST",
     help="sizes for --collectives, in millions of bytes",
 )
+@click.option(
+    "--topology",
+    default="flat",
+    show_default=True,
+    metavar="TOPOLOGY",
+    help="with --collectives: also by dimensions: hosts, sizes such as 2x2, or a .json file; "
+    "methods take it as dear:topology=hosts",
+)
 @engine_option(
     "comm_dtype",
     help="in what fp32 is sent: by --collectives, by communication alone, and by methods that do "
@@ -138,7 +148,7 @@ def bench(
 def _check_combination(context: click.Context) -> None:
     """Refuse flags that have no effect on what is to be measured."""
     given = given_flags(context)
-    useless, reason = given & {"sizes_mb"}, "has an effect together with --collectives only"
+    useless, reason = given & _OF_COLLECTIVES, "has an effect together with --collectives only"
     if "collectives" in given:
         useless, reason = given - _FOR_COLLECTIVES, "has no effect together with --collectives"
     refuse_useless(context, useless, reason)
@@ -218,6 +228,7 @@ def _measure_collectives(
     from dearmpi.train.ranks.agreement import together
 
     with together(world):
+        EngineConfig(topology=given["topology"])  # refused before anything is measured
         sizes_mb = _read_sizes(given["sizes_mb"])
         if given["num_iters"] < 1:
             raise ConfigError(
@@ -233,6 +244,7 @@ def _measure_collectives(
         repeats=given["num_iters"],
         tell=console.say,
         wire_dtype=None if given["comm_dtype"] == "fp32" else given["comm_dtype"],
+        topology=given["topology"],
     )
     return describe_collectives(result), Contents(collectives_json(result)), 0
 

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from dearmpi.comm.world import World
     from dearmpi.plan.model.cost import LinkFit
     from dearmpi.train.settings.sources import Source
-    from dearmpi.tune.calibration import Calibration, SizeTimes
+    from dearmpi.tune.calibration import Calibration, GridTimes, SizeTimes
 
 NO_TIME_PER_BYTE = "no time per byte was seen: calibrate for longer with --seconds"
 _WARM_UP_S = 2.0
+_BUCKET = 25_000_000
 _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone ms")
 
 
@@ -52,18 +53,27 @@ _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone 
 )
 @engine_option("compress", help="also measure what compression sends and computes")
 @density_option()
+@click.option(
+    "--topology",
+    default="flat",
+    show_default=True,
+    metavar="TOPOLOGY",
+    help="also measure each dimension: hosts, sizes such as 2x2, or a .json file of racks",
+)
 def calibrate(
     out: Path | None,
     reduce_scatter: ReduceScatter,
     seconds: float,
     compress: Compress,
     density: float | None,
+    topology: str,
 ) -> int:
     """Measure what reduce-scatters and all-gathers cost between the ranks of this job, alone and
     with two in flight, and fit alpha + beta * bytes to it:
 
     \b
       mpirun -n 4 dear-train calibrate --out link.json
+      mpirun -n 4 dear-train calibrate --topology hosts --out link.json
 
     A plan and `dear-train simulate` take the file. Both carry it over to other numbers of ranks.
     Ends with 1 where no plan can be made of the times, as `dear-train plan` does then.
@@ -77,6 +87,7 @@ def calibrate(
         from dearmpi.train.ranks.agreement import together
         from dearmpi.train.run.environment import mpi_library
         from dearmpi.tune import calibrate as tuning
+        from dearmpi.tune.topology import measured_grid
 
         console.needed = out is None
         with together(world):
@@ -85,12 +96,14 @@ def calibrate(
                 raise ConfigError(
                     f"--seconds is {seconds}; it must be above 0, and finite", code="out-of-range"
                 )
+            grouped = EngineConfig(topology=topology, reduce_scatter=reduce_scatter)
             if world.size == 1:
                 raise ConfigError(
                     "one rank has no collectives; start several with mpirun", code="one-rank-only"
                 )
             require_known_bytes(compress)
             config = EngineConfig(compress=compress, density=density)
+        grid = None if topology == "flat" else measured_grid(world, grouped)
         compute_on_one_core(world)  # as training does
         result = tuning.calibrate(
             world,
@@ -99,6 +112,7 @@ def calibrate(
             budget_s=seconds,
             warm_up_s=_WARM_UP_S,
             codec=None if compress == "none" else measure_codec(world, config),
+            grid=grid,
         )
         write(world, console, out, result.to_json())
         console.say(*describe_calibration(result))
@@ -126,6 +140,8 @@ def describe_calibration(result: Calibration) -> list[str]:
     ]
     for name, _, fit in halves:
         lines.append(f"{name}: {_describe_fit(fit, result.world_size)}")
+    if result.grid is not None:
+        lines += _describe_grid(result, result.grid)
     if (codec := result.codec) is not None:
         lines.append(
             f"compress {codec.about}: {codec.reduced:.1%} of the bytes reduced and "
@@ -133,6 +149,31 @@ def describe_calibration(result: Calibration) -> list[str]:
             f"{codec.gather_s_per_byte * 1e9:.2f} ns per byte"
         )
     return lines if result.flaw is None else [*lines, result.flaw]
+
+
+def _describe_grid(result: Calibration, grid: GridTimes) -> list[str]:
+    from dearmpi.tune.calibration import fit_sizes
+
+    lines = []
+    for number, one in enumerate(grid.dimensions, 1):
+        for name, samples in (
+            ("reduce-scatter", one.reduce_scatter),
+            ("all-gather", one.all_gather),
+        ):
+            fit = _describe_fit(fit_sizes(samples), one.num_ranks)
+            lines.append(f"dimension {number} of {grid.topology}, {name}: {fit}")
+    costs, flat = result.grid_costs, result.costs
+    assert costs is not None
+    flat_s, grid_s = (
+        one.reduce_scatter.alone_s(_BUCKET) + one.all_gather.alone_s(_BUCKET)
+        for one in (flat, costs)
+    )
+    return [
+        *lines,
+        f"{grid.hidden:.0%} of the other dimensions' time passes beside the busiest one",
+        f"both operations on {_BUCKET / 1e6:g} MB: {flat_s * 1e3:.1f} ms flat, {grid_s * 1e3:.1f} "
+        f"ms predicted by dimensions",
+    ]
 
 
 def _describe_fit(fit: LinkFit, world_size: int) -> str:

@@ -76,6 +76,14 @@ _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
     help="what joins the ranks of a node: alpha,beta as above, or a name; --network is then "
     "between nodes",
 )
+@click.option(
+    "--topology",
+    default="flat",
+    show_default=True,
+    metavar="TOPOLOGY",
+    help="how DeAR's ranks are grouped: hosts, or sizes such as 8x8, from inner to outer; what "
+    "each dimension costs is in a file of `dear-train calibrate --topology`, or in --node-network",
+)
 @engine_option("comm_dtype", help="in what every method sends fp32")
 @engine_option("compress", help="how DeAR compresses; the others send all as it is")
 @density_option()
@@ -163,6 +171,12 @@ def _check_combination(context: click.Context) -> None:
         if name in given:
             flag = "--" + name.replace("_", "-")
             refuse_useless(context, given - {name, "json_path"}, f"has no effect beside {flag}")
+    if {"topology", "picture_path"} <= given:
+        raise ConfigError(
+            "--picture draws other numbers of ranks, whose --topology is not known; leave out one "
+            "of the two",
+            code="settings-contradict",
+        )
     if "profile" in given:
         instead = {"workload", "feed_forward_s", "backprop_s"}
         refuse_useless(context, given & instead, "has no effect beside --profile")
@@ -185,10 +199,14 @@ def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison | F
     has_nodes = given["ranks_per_node"] is not None
     require_known_bytes(given["compress"])
     config = EngineConfig(
-        comm_dtype=given["comm_dtype"], compress=given["compress"], density=given["density"]
+        comm_dtype=given["comm_dtype"],
+        compress=given["compress"],
+        density=given["density"],
+        topology=given["topology"],
     )
+    _check_topology(config)
     network = _read_network(given["network"], config, between_nodes=has_nodes)
-    network = _with_nodes(network, given)
+    network = _with_nodes(network, given).with_topology(given["topology"], world_size)
     others = [] if picture_path is None else [network.with_bandwidth(r / 8e-9) for r in _GIGABITS]
     specs = list(profile.workload.params())
     network, *others = (n.sent_as(given["comm_dtype"], specs) for n in (network, *others))
@@ -204,6 +222,16 @@ def _compare(console: Console, given: dict[str, Any]) -> Sequence[Comparison | F
         return [comparison]
     console.say("", *failures.describe())
     return [comparison, failures]
+
+
+def _check_topology(config: EngineConfig) -> None:
+    """Raise ConfigError for a topology that only a job has."""
+    if config.topology == "auto" or config.topology_file or config.grid_order:
+        raise ConfigError(
+            f"--topology is {config.topology}, which only a job has; give hosts, or sizes such as "
+            "8x8",
+            code="unknown-choice",
+        )
 
 
 def _count_failures(given: dict[str, Any]) -> FailureCost | None:
@@ -283,7 +311,8 @@ def _read_network(text: str, config: EngineConfig, *, between_nodes: bool) -> Ne
     source = [f"measured with {calibration.world_size} ranks, {calibration.library}"]
     source += describe_other_version("it", calibration.version)
     source += [] if calibration.flaw is None else [calibration.flaw]
-    measured = Network(Path(text).name, calibration.costs, "; ".join(source))
+    levels = None if calibration.grid is None else calibration.grid.levels
+    measured = Network(Path(text).name, calibration.costs, "; ".join(source), levels=levels)
     return measured.compressed(calibration.codec_for(config, text))
 
 

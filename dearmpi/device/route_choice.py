@@ -4,7 +4,7 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -165,7 +165,7 @@ def choose_algorithms(
 
 
 def check_routes(
-    world: World, params: Iterable[nn.Parameter], *, config: EngineConfig
+    world: World, params: Collection[nn.Parameter], *, config: EngineConfig
 ) -> EngineConfig:
     """``config``, with its topology settled as by ``settle_topology`` (collective).
 
@@ -173,7 +173,9 @@ def check_routes(
     ConfigError unless this rank has them on one that can be served, and what ``config`` says of
     devices has an effect.
     """
-    config = settle_topology(world, config)
+    model_bytes = sum(param.numel() * param.element_size() for param in params)
+    bucket_bytes = min(model_bytes, config.cap_bytes(model_bytes, world_size=world.size))
+    config = settle_topology(world, config, num_bytes=bucket_bytes)
     device = device_of(params)
     seen = world.all_gather_text(_HOST if device is None else device.name)
     for rank, name in enumerate(seen):

@@ -4,6 +4,7 @@ and how fast the wire is in training.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,25 @@ from typing import NamedTuple
 
 import torch
 
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, Operation, run_all
+from dearmpi.comm.algorithms.registry import (
+    CollectiveAlgorithms,
+    Operation,
+    run_all,
+    run_together,
+)
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.cuts import even_cuts
 from dearmpi.errors import ConfigError
+from dearmpi.grid import Grid
 from dearmpi.plan.model.codec_cost import CodecCost
-from dearmpi.tune.calibration import Calibration, SizeTimes, parse_calibration
+from dearmpi.tune.calibration import (
+    Calibration,
+    DimensionTimes,
+    GridTimes,
+    SizeTimes,
+    parse_calibration,
+)
 
 _NUM_REPEATS = 3  # fewer where the time does not allow as many
 WINDOWS = (1, 2)
@@ -112,6 +125,7 @@ def calibrate(
     warm_up_s: float = 0,
     most_bytes: int = LADDER[-1].nbytes,
     codec: CodecCost | None = None,
+    grid: Grid | None = None,
 ) -> Calibration:
     """Measure both operations, on the engine's way, at sizes as large as the time allows.
 
@@ -121,7 +135,8 @@ def calibrate(
     budget_s: what all measurements together may take. warm_up_s: for how long to measure before
     that in vain, since new TCP connections carry less at first. most_bytes: of one buffer; a few
     are in use at once. Two sizes are measured even if that takes longer, or more. codec: what
-    compression costs, to be kept beside the times.
+    compression costs, to be kept beside the times. grid: whose dimensions are measured too, in as
+    long for each.
 
     Raises ConfigError in a world of one, in which nothing is sent.
     """
@@ -139,7 +154,10 @@ def calibrate(
     for channel in channels.values():
         channel.close()
     name = algorithms.reduce_scatter
-    own = Calibration(world.hosts, library, name, reduces, gathers, codec=codec)
+    times = None
+    if grid is not None:
+        times = _measure_grid(world, grid, budget_s=budget_s, most_bytes=most_bytes)
+    own = Calibration(world.hosts, library, name, reduces, gathers, codec=codec, grid=times)
     return parse_calibration(world.broadcast_text(own.to_json()), "the calibration of rank 0")
 
 
@@ -152,6 +170,64 @@ def _prepare(
         for _ in range(count)
     ]
     return lambda num, window: run_all(world, channels[window], starts[:num])
+
+
+def _measure_grid(world: World, grid: Grid, *, budget_s: float, most_bytes: int) -> GridTimes:
+    """Each dimension alone, in all of its lines of ranks at once, and all together (collective)."""
+    lanes: list[dict[int, Channel]] = []
+    ways: list[CollectiveAlgorithms] = []
+    dimensions: list[DimensionTimes] = []
+    place = grid.order.index(world.rank)
+    for number, size in enumerate(grid.sizes):
+        stride = math.prod(grid.sizes[:number])
+        line = world.split(place - place // stride % size * stride)
+        assert line is not None
+        places = [grid.order.index(rank) for rank in line.job_ranks]
+        order = sorted(range(size), key=places.__getitem__)
+        way = CollectiveAlgorithms("ring", grid=Grid((size,), tuple(order)))
+        channels = {window: line.open_channel("trial", window=window) for window in WINDOWS}
+        operations = (way.start_reduce_scatter, way.start_all_gather)
+        prepared = [partial(_prepare, world, channels, operation) for operation in operations]
+        reduces, gathers = climb(world, prepared, budget_s=budget_s, most_bytes=most_bytes)
+        lanes.append(channels)
+        ways.append(way)
+        dimensions.append(DimensionTimes(size, reduces, gathers))
+    hidden = _hidden_share(world, dimensions, ways, [one[WINDOWS[-1]] for one in lanes])
+    for channels in lanes:
+        for channel in channels.values():
+            channel.close()
+    return GridTimes(grid.text, tuple(dimensions), hidden)
+
+
+_LENGTH_AT_ONCE = 4
+
+
+def _hidden_share(
+    world: World,
+    dimensions: Sequence[DimensionTimes],
+    ways: Sequence[CollectiveAlgorithms],
+    channels: Sequence[Channel],
+) -> float:
+    """The part of the other dimensions' time that passes beside the busiest one's (collective).
+
+    All carry about as long: as the quickest one takes for its largest buffer.
+    """
+    largest = [one.reduce_scatter[-1] for one in dimensions]
+    least_s = min(times.alone_s for times in largest)
+    work = []
+    for times, way, channel in zip(largest, ways, channels, strict=True):
+        nbytes = int(times.nbytes * least_s / times.alone_s)
+        numel = even_cuts(max(1, nbytes // 4), world.size).total
+        buffers = [
+            torch.empty(numel, dtype=torch.float32, device="cpu").fill_(0.0)
+            for _ in range(_LENGTH_AT_ONCE)
+        ]
+        work.append([(channel, partial(way.start_reduce_scatter, buffer)) for buffer in buffers])
+    rounds = [[*work, [one for part in work for one in part]] for _ in range(1 + _NUM_REPEATS)]
+    own = [[run_together(world, part) for part in parts] for parts in rounds][1:]
+    *alone, at_once = world.all_reduce([min(times) for times in zip(*own, strict=True)], "max")
+    saved_s, most_s = sum(alone) - at_once, sum(alone) - max(alone)
+    return min(1.0, max(0.0, saved_s / most_s)) if most_s else 0.0
 
 
 _LEAST_WIRE_S = 0.05  # below, it matters how ranks differ in when they begin

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +16,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.fields import Fields, check_format, errors_name, read_fields, read_text
 from dearmpi.plan.model.codec_cost import CodecCost, require_known_bytes
 from dearmpi.plan.model.cost import Costs, LinkFit, fit_link
+from dearmpi.plan.model.network import Levels
 from dearmpi.version import __version__
 
 FORMAT = 1
@@ -36,12 +37,43 @@ class SizeTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class DimensionTimes:
+    """Times of both operations among the ranks that meet in a dimension; of the slowest of them."""
+
+    num_ranks: int
+    reduce_scatter: tuple[SizeTimes, ...]
+    all_gather: tuple[SizeTimes, ...]
+
+    @property
+    def costs(self) -> Costs:
+        fits = fit_sizes(self.reduce_scatter), fit_sizes(self.all_gather)
+        return Costs(self.num_ranks, fits[0].link, fits[1].link)
+
+
+@dataclass(frozen=True, slots=True)
+class GridTimes:
+    """topology: the ranks' grid, as the setting has it. dimensions: from inner to outer. hidden: as
+    in ``Levels``, of all dimensions at work at once.
+    """
+
+    topology: str
+    dimensions: tuple[DimensionTimes, ...]
+    hidden: float
+
+    @property
+    def levels(self) -> Levels:
+        """What the dimensions cost."""
+        return Levels(tuple(one.costs for one in self.dimensions), self.hidden)
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """Times of both operations at several sizes, and where they were measured.
 
     hosts: of each rank. library: the MPI library, in words. algorithm: of the reduce-scatters.
     update_s, update_s_per_byte, main_thread_s: as in ``Costs``; 0 unless measured.
     codec: what compression costs, if that was measured. ``costs`` are without it.
+    grid: the dimensions of a topology, if they were measured.
 
     Raises ConfigError where the times are too few, or no times at all.
     """
@@ -55,6 +87,7 @@ class Calibration:
     update_s_per_byte: float = 0.0
     main_thread_s: float = 0.0
     codec: CodecCost | None = None
+    grid: GridTimes | None = None
     version: str = __version__
 
     def __post_init__(self) -> None:
@@ -64,7 +97,7 @@ class Calibration:
                 f"{', '.join(get_args(ReduceScatter))}",
                 code="unknown-choice",
             )
-        _ = self.costs  # the fits look at every time
+        _ = self.costs, self.grid_costs  # the fits look at every time
 
     @property
     def world_size(self) -> int:
@@ -100,6 +133,16 @@ class Calibration:
             algorithm=self.algorithm,
         )
 
+    @property
+    def grid_costs(self) -> Costs | None:
+        """On the grid; None where it was not measured."""
+        if self.grid is None:
+            return None
+        reduce_scatter, all_gather = self.grid.levels.at(
+            [one.num_ranks for one in self.grid.dimensions]
+        )
+        return replace(self.costs, reduce_scatter=reduce_scatter, all_gather=all_gather)
+
     def codec_for(self, config: EngineConfig, place: str) -> CodecCost | None:
         """What the compression of ``config`` costs; None for none.
 
@@ -123,7 +166,9 @@ class Calibration:
     def to_json(self) -> str:
         """The whole, with what was fitted for people to read."""
         plain = {"format": FORMAT, "world_size": self.world_size, **asdict(self)}
-        codec = plain.pop("codec")
+        codec, grid = plain.pop("codec"), plain.pop("grid")
+        if grid is not None:
+            plain["grid"] = grid
         if codec is not None:
             plain["codec"] = {key: value for key, value in codec.items() if value is not None}
         for key, fit in zip(("reduce_scatter", "all_gather"), self.fits, strict=True):
@@ -162,6 +207,7 @@ def parse_calibration(text: str, place: str) -> Calibration:
             update_s_per_byte=data.number("update_s_per_byte", 0.0),
             main_thread_s=data.number("main_thread_s", 0.0),
             codec=_parse_codec(data) if "codec" in data else None,
+            grid=_parse_grid(data.fields("grid")) if "grid" in data else None,
             version=data.text("version"),
         )
 
@@ -183,12 +229,24 @@ def _parse_codec(data: Fields) -> CodecCost:
     )
 
 
-def _parse_samples(data: Fields) -> tuple[SizeTimes, ...]:
+def _parse_grid(data: Fields) -> GridTimes:
+    dimensions = tuple(
+        DimensionTimes(
+            one.integer("num_ranks", least=2),
+            _parse_samples(one, "reduce_scatter"),
+            _parse_samples(one, "all_gather"),
+        )
+        for one in data.each("dimensions")
+    )
+    return GridTimes(data.text("topology"), dimensions, min(1.0, data.number("hidden")))
+
+
+def _parse_samples(data: Fields, key: str = "samples") -> tuple[SizeTimes, ...]:
     return tuple(
         SizeTimes(
             sample.integer("nbytes", least=1), sample.number("alone_s"), sample.number("pair_s")
         )
-        for sample in data.each("samples")
+        for sample in data.each(key)
     )
 
 

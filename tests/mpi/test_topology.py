@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from dearmpi import DistributedOptimizer
+from dearmpi.bench.collective_times import measure_collectives
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.world import World
+from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
+from dearmpi.tune.calibrate import calibrate
+from dearmpi.tune.topology import measured_grid
 from tests.codes import raises
 from tests.mpi.oracle import copies, fingerprint
 from tests.mpi.semantics import Side, adam, layers, train
@@ -47,3 +52,25 @@ def test_sizes_that_do_not_fit_are_refused(world: World) -> None:
     model = layers()
     with raises(ConfigError, "topology-misfit", "2x3", "6", "4"):
         DistributedOptimizer(adam(model), model, world=world, topology="2x3")
+
+
+def test_all_ranks_hold_what_the_dimensions_cost(world: World) -> None:
+    """Ranks that are numbered anew meet in other lines, of which each is measured."""
+    grid = measured_grid(world, EngineConfig(topology="2x2@0,2,1,3"))
+    result = calibrate(world, CollectiveAlgorithms("ring"), budget_s=0.02, grid=grid)
+    texts = world.all_gather_text(result.to_json())
+    assert texts == [texts[0]] * world.size
+    assert result.grid is not None and result.grid.topology == "2x2@0,2,1,3"
+    assert [one.num_ranks for one in result.grid.dimensions] == [2, 2]
+    assert 0 <= result.grid.hidden <= 1
+    costs = result.grid_costs
+    assert costs is not None and costs.reduce_scatter.alone_s(2**20) > 0
+
+
+def test_collectives_by_dimensions_are_measured_beside_flat_ones(world: World) -> None:
+    result = measure_collectives(world, [0.1], repeats=1, tell=lambda line: None, topology="2x2")
+    names = [row.name for row in result.rows]
+    assert result.topology == "2x2"
+    assert {"reduce-scatter 2x2", "all-gather 2x2", "reduce-scatter ring"} <= set(names)
+    with raises(ConfigError, "topology-misfit", "flat here", "4 ranks"):
+        measured_grid(world, EngineConfig(topology="hosts"))  # which are one

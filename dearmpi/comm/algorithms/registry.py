@@ -179,10 +179,15 @@ _NUM_TRIALS = 3
 
 def run_all(world: World, channel: Channel, starts: Sequence[Start]) -> float:
     """Start all of them together on every rank; the seconds until the last is complete here."""
+    return run_together(world, [(channel, start) for start in starts])
+
+
+def run_together(world: World, starts: Sequence[tuple[Channel, Start]]) -> float:
+    """The same, each in its own channel."""
     done: list[float] = []
     world.barrier()
     begin = time.perf_counter()
-    for start in starts:
+    for channel, start in starts:
         channel.submit("trial", start, lambda: done.append(time.perf_counter()))
     world.progress.wait_until(lambda: len(done) == len(starts), what="the trial's collectives")
     return max(done, default=begin) - begin
@@ -221,7 +226,7 @@ def select_reduce_scatter(
     return min(zip(slowest, best, strict=True))[1]
 
 
-_LEAST_GAIN = 0.03  # below, the machine's noise would choose
+LEAST_GAIN = 0.03  # below, the machine's noise would choose
 
 
 def select_grid(
@@ -246,4 +251,4 @@ def select_grid(
         best.append(sum(min(times) for times in zip(*runs, strict=True)))
     channel.close()
     flat_s, grid_s = world.all_reduce(best, "max")
-    return grid if grid_s <= (1 - _LEAST_GAIN) * flat_s else None
+    return grid if grid_s <= (1 - LEAST_GAIN) * flat_s else None

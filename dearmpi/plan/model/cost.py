@@ -25,7 +25,7 @@ Sample = tuple[float, float]
 MOST_RANKS = 1 << 20
 
 _HALF_BYTES, _FP32_BYTES = 2, 4
-_LEAST_WIRE_SHARE = 0.5  # two operations in flight cannot be faster than one of them alone
+LEAST_WIRE_SHARE = 0.5  # two operations in flight cannot be faster than one of them alone
 _FULL_WIRE = 1.25  # so much longer than one alone, two operations in flight have filled the wire
 MOST_S = 1e12
 """The longest time that is taken for one: sums and squares of such fit into floats."""
@@ -81,7 +81,7 @@ class LinkModel:
     def __post_init__(self) -> None:
         _check("alpha_s", self.alpha_s)
         _check("beta_s_per_byte", self.beta_s_per_byte)
-        if not _LEAST_WIRE_SHARE <= self.wire_share <= 1:
+        if not LEAST_WIRE_SHARE <= self.wire_share <= 1:
             raise ConfigError(
                 f"wire_share is {self.wire_share}; it must be from 0.5 to 1", code="out-of-range"
             )
@@ -328,7 +328,7 @@ def _with_wire_share(link: LinkModel, pairs: Sequence[Sample]) -> LinkModel:
     if pair_s > _FULL_WIRE * link.alone_s(largest):
         beta = max(beta, wire)
     share = wire / beta if beta else 1.0
-    return LinkModel(link.alpha_s, beta, min(1.0, max(_LEAST_WIRE_SHARE, share)))
+    return LinkModel(link.alpha_s, beta, min(1.0, max(LEAST_WIRE_SHARE, share)))
 
 
 def _check(name: str, value: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dearmpi.config import CommDtype
@@ -11,6 +11,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.cost import (
+    LEAST_WIRE_SHARE,
     MOST_S,
     Costs,
     LinkModel,
@@ -33,18 +34,74 @@ class Node:
     beta_s_per_byte: float
 
 
+FEWEST_CHUNKS = 4
+"""In which a bucket crosses the dimensions of a grid; large ones have more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The dimensions of a network, from inner to outer.
+
+    costs: of each, where nothing else is under way. hidden: the part of the time of the others that
+    passes beside the busiest one. It is 1 where each has a wire of its own, and 0 where all share
+    one.
+    """
+
+    costs: tuple[Costs, ...]
+    hidden: float = 1.0
+
+    def at(self, sizes: Sequence[int]) -> tuple[LinkModel, LinkModel]:
+        """A reduce-scatter and an all-gather of all ranks, ``sizes`` of which meet in dimensions.
+
+        Raises ConfigError for another number of dimensions.
+        """
+        if len(sizes) != len(self.costs):
+            raise ConfigError(
+                f"{len(sizes)} dimensions, but the network was measured in {len(self.costs)}; give "
+                "as many sizes",
+                code="topology-misfit",
+            )
+        costs = [one.at(size) for one, size in zip(self.costs, sizes, strict=True)]
+        reduces = [one.reduce_scatter for one in costs]
+        gathers = [one.all_gather for one in costs]
+        return self._pipelined(reduces, sizes), self._pipelined(gathers, sizes)
+
+    def wire_s(self, sizes: Sequence[int], reduced: float, gathered: float) -> float:
+        """Least seconds for so many bytes reduced and gathered."""
+        reduce, gather = self.at(sizes)
+        return reduce.wire_s(reduced) + gather.wire_s(gathered)
+
+    def _pipelined(self, links: Sequence[LinkModel], sizes: Sequence[int]) -> LinkModel:
+        """Chunks cross the dimensions one after the other, and are in several at the same time.
+
+        A dimension carries what those before it have left: of P ranks a P-th. While the busiest
+        works, the others do, except for one chunk.
+        """
+        parts = [1 / math.prod(sizes[:number]) for number in range(len(sizes))]
+        loads = [part * link.beta_s_per_byte for part, link in zip(parts, links, strict=True)]
+        wires = [load * link.wire_share for load, link in zip(loads, links, strict=True)]
+        beside = (1 - self.hidden * (1 - 1 / FEWEST_CHUNKS)) * (sum(loads) - max(loads))
+        beta = max(loads) + beside
+        wire = max(wires) + (1 - self.hidden) * (sum(wires) - max(wires))
+        share = min(1.0, max(LEAST_WIRE_SHARE, wire / beta)) if beta else 1.0
+        return LinkModel(sum(link.alpha_s for link in links), beta, share)
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """Costs at one world size of 2 or more, which determine the costs at any other.
 
     name: what to call it. source: where the numbers are from, in words. node: where several ranks
-        share one; the costs are then between nodes.
+        share one; the costs are then between nodes. levels: its dimensions, where they were
+        measured. sizes: the ranks in each, where DeAR goes dimension by dimension.
     """
 
     name: str
     costs: Costs
     source: str
     node: Node | None = None
+    levels: Levels | None = None
+    sizes: tuple[int, ...] = ()
 
     def at(self, world_size: int) -> Costs:
         """Costs over ``world_size`` ranks, by the rounds and bytes of a ring.
@@ -63,16 +120,70 @@ class Network:
             all_gather=one_after_another(within, between.all_gather),
         )
 
+    def grouped_at(self, world_size: int) -> Costs:
+        """The same for DeAR, which goes by the dimensions of ``sizes`` if there are any."""
+        costs = self.at(world_size)
+        if not self.sizes or world_size == 1:
+            return costs
+        reduce_scatter, all_gather = self._levels.at(self.sizes)
+        return replace(costs, reduce_scatter=reduce_scatter, all_gather=all_gather)
+
+    @property
+    def _levels(self) -> Levels:
+        """As measured; else nodes and what joins them, or the same wire in all dimensions."""
+        if self.levels is not None:
+            return self.levels
+        if self.node is None:
+            return Levels((self.costs,) * len(self.sizes), hidden=0.0)
+        inside = ring_cost(self.node.alpha_s, self.node.beta_s_per_byte, self.node.num_ranks)
+        return Levels((Costs(self.node.num_ranks, inside, inside), self.costs))
+
+    def with_topology(self, text: str, world_size: int) -> Network:
+        """The same where DeAR's ranks are grouped as ``text`` says: ``flat``; sizes; or ``hosts``,
+        as many ranks to each as were measured, or share a node.
+
+        Raises ConfigError for sizes that do not fit, and where nothing says what a host is.
+        """
+        if text == "flat":
+            return self
+        inner: tuple[int, ...] = ()
+        if self.levels is not None:
+            inner = tuple(one.world_size for one in self.levels.costs[:-1])
+        elif self.node is not None:
+            inner = (self.node.num_ranks,)
+        sizes = (*inner, world_size // math.prod(inner))
+        if text != "hosts":
+            sizes = tuple(map(int, text.split("x")))
+        elif not inner:
+            raise ConfigError(
+                f"topology is 'hosts', but nothing tells how many ranks of {self.name} share one; "
+                "give --ranks-per-node and --node-network, sizes, or a file of dear-train "
+                "calibrate --topology hosts",
+                code="setting-missing",
+            )
+        if math.prod(sizes) != world_size or min(sizes) < 2:
+            raise ConfigError(
+                f"topology {'x'.join(map(str, sizes))} is of {math.prod(sizes)} ranks, but the "
+                f"world size is {world_size}; give sizes of 2 or more whose product is the world "
+                "size",
+                code="topology-misfit",
+            )
+        found = replace(self, sizes=sizes, name=f"{self.name}, DeAR by {'x'.join(map(str, sizes))}")
+        found.grouped_at(world_size)  # which looks at the number of dimensions
+        return found
+
     def wire_s(self, world_size: int, num_bytes: float) -> float:
         """Least seconds for ``num_bytes`` reduced and gathered: of the busier link, where a bucket
         may be in the nodes while another is between them.
         """
         within, between = self._links(world_size)
         reduced, gathered = (share * num_bytes for share in self.costs.least_sent)
-        outside_s = between.reduce_scatter.wire_s(reduced) + between.all_gather.wire_s(gathered)
-        if within is None:
-            return outside_s
-        return max(outside_s, within.wire_s(reduced) + within.wire_s(gathered))
+        least_s = between.reduce_scatter.wire_s(reduced) + between.all_gather.wire_s(gathered)
+        if within is not None:
+            least_s = max(least_s, within.wire_s(reduced) + within.wire_s(gathered))
+        if self.sizes and world_size > 1:
+            least_s = min(least_s, self._levels.wire_s(self.sizes, reduced, gathered))
+        return least_s
 
     def _links(self, world_size: int) -> tuple[LinkModel | None, Costs]:
         """A ring within a node, if ranks share one, and the costs between nodes."""
@@ -95,14 +206,20 @@ class Network:
         """
         if comm_dtype == "fp32":
             return self
-        share, node = share_sent(comm_dtype, specs), self.node
+        share, node, levels = share_sent(comm_dtype, specs), self.node, self.levels
         if node is not None:
             node = replace(node, beta_s_per_byte=share * node.beta_s_per_byte)
+        if levels is not None:
+            costs = (
+                one.with_slopes(reduce_scatter=share, all_gather=share) for one in levels.costs
+            )
+            levels = replace(levels, costs=tuple(costs))
         return replace(
             self,
             costs=self.costs.with_slopes(reduce_scatter=share, all_gather=share),
             source=f"{self.source}; parameters sent in {comm_dtype}",
             node=node,
+            levels=levels,
         )
 
     def compressed(self, codec: CodecCost | None) -> Network:

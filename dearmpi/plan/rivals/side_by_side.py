@@ -74,6 +74,7 @@ class Comparison:
     def as_plain(self) -> dict[str, Any]:
         """What is compared, and each method's figures."""
         workload, costs = self.profile.workload, self.network.at(self.world_size)
+        grouped = self.network.grouped_at(self.world_size)
         return {
             "workload": workload.name,
             "batch_size": workload.batch_size,
@@ -83,6 +84,8 @@ class Comparison:
                 "source": self.network.source,
                 "reduce_scatter": asdict(costs.reduce_scatter),
                 "all_gather": asdict(costs.all_gather),
+                "topology": "x".join(map(str, self.network.sizes)) or "flat",
+                "dear": [asdict(grouped.reduce_scatter), asdict(grouped.all_gather)],
             },
             "device": self.profile.device,
             "feed_forward_s": self.profile.feed_forward_s,
@@ -113,7 +116,7 @@ def compare(
 
     Raises ConfigError where neither computation nor the wire takes any time.
     """
-    costs = network.at(world_size)
+    costs, grouped = network.at(world_size), network.grouped_at(world_size)
     num_bytes = sum(spec.nbytes for spec in profile.workload.params() if spec.trained)
     wire_s = network.wire_s(world_size, num_bytes)
     if profile.feed_forward_s + profile.backprop_s + wire_s == 0:
@@ -124,7 +127,7 @@ def compare(
         )
     rows = []
     for method in methods:
-        setup = method.prepare(profile, costs)
+        setup = method.prepare(profile, grouped if method.is_dear else costs)
         num_buckets = sum(bucket.trained for bucket in setup.layout)  # frozen ones do not travel
         rows.append(MethodRow(method, num_buckets, setup.run()))
     return Comparison(profile, network, world_size, tuple(rows), wire_s)

@@ -72,6 +72,7 @@ def test_a_profile_is_told_and_written(task: str, capsys: pytest.CaptureFixture[
         (["calibrate", "--seconds", "inf"], ["--seconds is inf", "finite"]),
         (["calibrate"], ["one rank", "mpirun"]),
         (["calibrate", "--reduce-scatter", "tree"], ["tree", "ring"]),
+        (["calibrate", "--topology", "racks"], ["'racks'", "2x4"]),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -11,7 +11,7 @@ import pytest
 from dearmpi.cli.main import main
 from dearmpi.plan.data.workload import read_workload
 from dearmpi.plan.model.profile import profile_workload
-from dearmpi.tune.calibration import Calibration, SizeTimes
+from dearmpi.tune.calibration import Calibration, DimensionTimes, GridTimes, SizeTimes
 from tests.unit.cli.bare import run_bare
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "explanation" / "planning.md"
@@ -141,6 +141,28 @@ def test_ranks_that_shared_a_node_when_the_network_was_measured_are_not_put_on_n
     assert "measured with 2 ranks on n0" in capsys.readouterr().err
 
 
+def test_a_topology_is_of_dear_alone(tmp_path: Path) -> None:
+    """Inside a host bytes are ten times as fast, and half of a bucket leaves it: DeAR gains."""
+
+    def times(beta: float) -> tuple[SizeTimes, ...]:
+        return tuple(SizeTimes(n, 1e-5 + beta * n, 2 * beta * n) for n in (2**14, 2**17, 2**20))
+
+    inner, outer = (DimensionTimes(2, times(beta), times(beta)) for beta in (1e-9, 1e-8))
+    grid = GridTimes("2x2", (inner, outer), 1.0)
+    path, out = tmp_path / "link.json", tmp_path / "out.json"
+    hosts, flat = ("n0", "n0", "n1", "n1"), times(1.5e-8)
+    path.write_text(Calibration(hosts, "MPICH", "ring", flat, flat, grid=grid).to_json())
+    took: dict[str, dict[str, float]] = {}
+    for topology in ("flat", "hosts", "2x8"):
+        arguments = ["--network", str(path), "--topology", topology, "--json", str(out)]
+        assert main(["simulate", *SMALL, "--method", "ddp", "--method", "dear", *arguments]) == 0
+        (result,) = json.loads(out.read_text())
+        took[topology] = {one["name"]: one["exposed_s"] for one in result["methods"]}
+    assert took["hosts"] == took["2x8"]
+    assert took["hosts"]["ddp"] == took["flat"]["ddp"]
+    assert took["hosts"]["dear"] < 0.7 * took["flat"]["dear"]
+
+
 def test_methods_are_weighed_alike_however_the_network_is_given(tmp_path: Path) -> None:
     """None pays for its own code, neither over a measured network nor over one in numbers."""
     times = tuple(SizeTimes(n, 1e-4 + 1e-9 * n, 2e-9 * n) for n in (2**14, 2**20))
@@ -225,6 +247,11 @@ def test_compression_sends_less_of_dear_alone(
             ["neither computation nor 1 rank", "above 0"],
         ),
         (["--ranks-per-node", "8"], ["--node-network is missing"]),
+        (["--topology", "hosts"], ["nothing tells", "--ranks-per-node"]),
+        (["--topology", "8x4"], ["8x4", "32", "64"]),
+        (["--topology", "auto"], ["--topology is auto", "8x8"]),
+        (["--topology", "8x8", "--compress", "int8"], ["'8x8'", "'int8'"]),
+        (["--topology", "8x8", "--picture", "a.svg"], ["--picture", "--topology"]),
         (
             ["--ranks-per-node", "1", "--node-network", "1e-6,1e-11"],
             ["nodes of 1 ranks", "2 ranks"],

@@ -15,6 +15,8 @@ from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.tune.calibrate import Crossed, wire_pace
 from dearmpi.tune.calibration import (
     Calibration,
+    DimensionTimes,
+    GridTimes,
     SizeTimes,
     parse_calibration,
     read_calibration,
@@ -62,6 +64,21 @@ def test_a_file_tells_all_that_was_measured(tmp_path: Path) -> None:
     assert plain["reduce_scatter"]["beta_s_per_byte"] == pytest.approx(BETA)
     assert plain["reduce_scatter"]["relative_error"] < 1e-9
     assert plain["hosts"] == ["n0", "n0", "n1"] and plain["library"] == "MPICH 5.0.2"
+
+
+def test_what_dimensions_cost_is_kept(tmp_path: Path) -> None:
+    """The inner one is ten times as fast: most of a bucket stays where it is cheap."""
+    inner = DimensionTimes(2, exact(1e-5, BETA / 10), exact(1e-5, BETA / 10))
+    outer = DimensionTimes(2, exact(ALPHA_S, BETA), exact(ALPHA_S, BETA))
+    whole = made(hosts=("n0", "n0", "n1", "n1"), grid=GridTimes("2x2", (inner, outer), 1.0))
+    path = tmp_path / "link.json"
+    path.write_text(whole.to_json())
+    assert read_calibration(path) == whole
+    assert made().grid_costs is None
+    costs = whole.grid_costs
+    assert costs is not None and costs.world_size == 4
+    assert costs.reduce_scatter.alpha_s == pytest.approx(1e-5 + ALPHA_S)
+    assert costs.reduce_scatter.beta_s_per_byte == pytest.approx(BETA / 2 + BETA / 40)
 
 
 CODEC = CodecCost("topk", 0.02, 0.252, 1e-9, 2e-9, density=0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.grid import Grid
+from dearmpi.tune.calibration import DimensionTimes, GridTimes
 from dearmpi.tune.topology import settle_topology
 from tests.codes import raises
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
+from tests.unit.tune.test_calibration import BETA, exact, made
 
 RACKS = {"left": ["a", "c"], "right": ["b", "d"], "dark": ["e"]}
 
@@ -109,3 +112,47 @@ def test_what_is_no_topology_is_refused_on_all_ranks(
         return world.all_gather_text("goes on")[1]  # no rank has left the others
 
     assert run_ranks(2, body, hub=FakeHub(2, hosts=["a", "b"])) == ["goes on"] * 2
+
+
+def calibrated(path: Path, *, grid_beta: float, **changes: Any) -> str:
+    """A file of 2 x 2 ranks, flat at 8 ns per byte."""
+    dimension = DimensionTimes(2, exact(0.0, grid_beta), exact(0.0, grid_beta))
+    grid = GridTimes("2x2", (dimension, dimension), 1.0)
+    hosts = ("n5", "n5", "n7", "n7")
+    path.write_text(
+        replace(made(hosts=hosts, grid=grid, all_gather=exact(0.0, BETA)), **changes).to_json()
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize(("grid_beta", "expected"), [(6e-9, "2x2"), (8e-9, "flat")])
+def test_a_grid_is_taken_where_its_calibration_predicts_that_it_gains(
+    grid_beta: float, expected: str, tmp_path: Path
+) -> None:
+    """A bucket of 4 MB: a second dimension of the same speed adds an eighth."""
+    path = calibrated(tmp_path / "link.json", grid_beta=grid_beta)
+
+    def body(world: World, num_bytes: int | None) -> str:
+        config = EngineConfig(topology=path)
+        return settle_topology(world, config, num_bytes=num_bytes).topology
+
+    hub = FakeHub(4, hosts=list("aabb"))
+    assert run_ranks(4, lambda world: body(world, 4_000_000), hub=hub) == [expected] * 4
+    hub = FakeHub(4, hosts=list("aabb"))
+    assert run_ranks(4, lambda world: body(world, None), hub=hub) == ["2x2"] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "changes", "told"),
+    [
+        ("abab", {}, "4 on 2"),
+        ("aabbcc", {}, "6 on 3"),
+        ("aabb", {"grid": None}, "without a topology"),
+    ],
+)
+def test_a_calibration_of_another_job_is_refused(
+    hosts: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    path = calibrated(tmp_path / "link.json", grid_beta=6e-9, **changes)
+    with raises(ConfigError, "topology-misfit", told):
+        settled(path, hosts)

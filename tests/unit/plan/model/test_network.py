@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import ParamSpec
-from dearmpi.plan.model.cost import ring_cost
-from dearmpi.plan.model.network import PRESETS, link_network, parse_network, parse_node
+from dearmpi.plan.model.cost import Costs, ring_cost
+from dearmpi.plan.model.network import PRESETS, Levels, link_network, parse_network, parse_node
+from tests.codes import raises
 
 
 def test_a_preset_is_found_by_its_name_in_any_case() -> None:
@@ -76,3 +79,66 @@ def test_the_busier_of_two_links_bounds_all_methods() -> None:
     halves = slow_inside.at(64)
     both_s = halves.reduce_scatter.wire_s(1e8) + halves.all_gather.wire_s(1e8)
     assert both_s == pytest.approx(outside_s + slow_inside.wire_s(64, 1e8))
+
+
+def level(alpha_s: float, beta: float, size: int) -> Costs:
+    """A ring of ``size`` ranks, as measured."""
+    ring = ring_cost(alpha_s, beta, size)
+    return Costs(size, ring, ring)
+
+
+def test_the_busiest_dimension_counts_and_a_chunk_of_the_others() -> None:
+    """Of 8 ranks of a host an eighth goes on to the others: the host itself is the busiest here."""
+    levels = Levels((level(1e-6, 1e-9, 8), level(1e-4, 4e-9, 4)))
+    inner, outer = 7 / 8 * 1e-9, 3 / 4 * 4e-9 / 8
+    reduce, gather = levels.at((8, 4))
+    assert reduce == gather and reduce.alpha_s == pytest.approx(7e-6 + 3e-4)
+    assert reduce.beta_s_per_byte == pytest.approx(inner + outer / 4)
+    assert reduce.wire_s(1e6) == pytest.approx(inner * 1e6)
+    more, _ = levels.at((8, 64))
+    assert more.alpha_s == pytest.approx(7e-6 + 63e-4)
+    shared, _ = replace(levels, hidden=0.0).at((8, 4))
+    assert shared.beta_s_per_byte == pytest.approx(inner + outer)
+    assert shared.wire_s(1e6) == pytest.approx((inner + outer) * 1e6)
+    with raises(ConfigError, "topology-misfit", 3, 2):
+        levels.at((8, 4, 2))
+
+
+def test_dimensions_over_one_wire_have_fewer_rounds_and_the_bytes_of_a_ring() -> None:
+    network = parse_network("30e-6,8e-10")
+    assert network is not None
+    flat = network.at(4096).reduce_scatter
+    grouped = network.with_topology("64x64", 4096).grouped_at(4096).reduce_scatter
+    assert flat.alpha_s == pytest.approx(4095 * 30e-6)
+    assert grouped.alpha_s == pytest.approx(2 * 63 * 30e-6)
+    assert grouped.beta_s_per_byte == pytest.approx(flat.beta_s_per_byte)
+    assert network.with_topology("64x64", 4096).wire_s(4096, 1e8) == pytest.approx(
+        network.wire_s(4096, 1e8)
+    )
+
+
+def test_hosts_are_the_nodes_or_what_was_measured() -> None:
+    network = parse_network("1e-3,8e-9")
+    assert network is not None
+    with raises(ConfigError, "setting-missing", "--ranks-per-node"):
+        network.with_topology("hosts", 16)
+    nodes = network.with_node(parse_node("1e-6,1e-10", 8))
+    assert nodes.with_topology("flat", 16) == nodes
+    grouped = nodes.with_topology("hosts", 16)
+    assert grouped.sizes == (8, 2) and "DeAR by 8x2" in grouped.name
+    assert grouped.grouped_at(1).world_size == 1
+    pipelined_s, in_turn_s = (
+        costs.reduce_scatter.alone_s(1e7) for costs in (grouped.grouped_at(16), nodes.at(16))
+    )
+    assert pipelined_s < in_turn_s
+    measured = replace(network, levels=Levels((level(1e-6, 1e-10, 2), level(1e-3, 8e-9, 2))))
+    assert measured.with_topology("hosts", 64).sizes == (2, 32)
+    half = measured.sent_as("bf16", [ParamSpec("w", (8,))]).with_topology("2x4", 8)
+    assert half.grouped_at(8).all_gather.beta_s_per_byte == pytest.approx(
+        measured.with_topology("2x4", 8).grouped_at(8).all_gather.beta_s_per_byte / 2
+    )
+    for text, told in (("2x4", (8, 64)), ("2x1x32", (64, "2 or more"))):
+        with raises(ConfigError, "topology-misfit", *told):
+            measured.with_topology(text, 64)
+    with raises(ConfigError, "topology-misfit", 3, 2):
+        measured.with_topology("2x4x8", 64)
