@@ -51,6 +51,9 @@ unknown-argument
 mpi-not-loaded
     A launcher started several ranks, but no MPI library can be loaded.
     Install one with `pip install "dearmpi[mpich]"`, or load the site's MPI module.
+mpi-not-started
+    The MPI library ended the process while it started, with a message of its own before.
+    Use the `mpirun` that belongs to the library; unset variables of a launcher that is not there.
 launcher-mismatch
     Several processes were started, but MPI sees each of them as a world of its own.
     Start them with the `mpirun` that belongs to the MPI library, or with the right `srun --mpi`.

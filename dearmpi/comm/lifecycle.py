@@ -27,6 +27,7 @@ from dearmpi.comm.process import (
     limit_start,
     note_exit_status,
     refuse_workers,
+    report_alone,
 )
 from dearmpi.comm.watchdog.waits import CURE
 from dearmpi.comm.watchdog.watchdog import StallLimits
@@ -80,7 +81,11 @@ def connect(
         refuse_workers(os.environ)
         requested = progress or "thread"
         is_first = "mpi4py.MPI" not in sys.modules  # else other code may need MPI to the end
-        world = _connect(requested, stall_limits, comm)
+        try:
+            world = _connect(requested, stall_limits, comm)
+        except LaunchError:
+            _end_on_launch_error()
+            raise
         _Process.world, _Process.progress = world, requested
         keep_from_mpi(os.environ)
         deadline = None
@@ -275,6 +280,22 @@ def abort_on_exception(world: World) -> None:
 
     sys.excepthook = report
     note_exit_status()
+
+
+def _end_on_launch_error() -> None:
+    """From now on an uncaught LaunchError ends this process with one sentence and its exit code."""
+    previous = sys.excepthook
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, LaunchError):
+            previous(kind, error, trace)
+            return
+        report_alone(error, prefix="dearmpi: ")
+        raise SystemExit(error.exit_code)
+
+    sys.excepthook = report
 
 
 def _describe(error: BaseException) -> str:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from multiprocessing import current_process, parent_process
 from types import TracebackType
@@ -197,13 +197,19 @@ def skip_exit_handlers() -> None:
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "SLURM_STEP_")
+_MOST_NAMES = 4
 # A launcher may end the job when the first rank ends: the one that reports must not be cut off.
 _GRACE_OF_SILENT_S = 10.0
 
 
 def is_from_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun started this process, possibly under another launcher."""
-    return "TORCHELASTIC_RUN_ID" in environment
+    """Whether torchrun started this process, possibly under another launcher; or, without one, what
+    sets torchrun's variables, such as a cluster's own start of each rank.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return True
+    return {"RANK", "WORLD_SIZE"} <= environment.keys() and not is_launched(environment)
 
 
 def is_launched(environment: Mapping[str, str]) -> bool:
@@ -237,7 +243,8 @@ def report_alone(error: DearError, *, prefix: str) -> None:
     rank = announced_rank(os.environ)
     is_missing = error.code == "mpi-not-loaded"
     silent = False
-    if isinstance(error, (ConfigError, LaunchError)) and not is_missing:
+    met_by_one = is_missing or error.code == "mpi-not-started"
+    if isinstance(error, (ConfigError, LaunchError)) and not met_by_one:
         silent = rank != "0"
     elif announced_size(os.environ) > 1:
         local = (os.environ[name] for name in _LOCAL_RANK_VARIABLES if name in os.environ)
@@ -256,10 +263,14 @@ def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
     announced = announced_size(environment)
     if world_size == 1 and announced > 1:
         if is_from_torchrun(environment):
+            starter, cure = "torchrun", ""
+            if "TORCHELASTIC_RUN_ID" not in environment:
+                starter = f"what set RANK={environment['RANK']} and WORLD_SIZE={announced}"
+                cure = "; to train in one process, unset RANK and WORLD_SIZE"
             raise LaunchError(
-                f"torchrun launched {announced} processes, but MPI sees each as a world of its "
-                f"own: torchrun starts no MPI. Start them with mpirun -n {announced} python "
-                "instead, or with srun",
+                f"{starter} launched {announced} processes, but MPI sees each as a world of its "
+                f"own: torchrun and its like start no MPI. Start them with mpirun -n {announced} "
+                f"python instead, or with srun{cure}",
                 code="launcher-mismatch",
             )
         raise LaunchError(
@@ -270,38 +281,68 @@ def check_launch(world_size: int, environment: Mapping[str, str]) -> None:
         )
 
 
-def doubt_launch(library: str, environment: Mapping[str, str]) -> str:
-    """The warning to print before MPI starts, on rank 0; empty where launcher and library fit.
+def failed_start(library: str, environment: Mapping[str, str]) -> LaunchError:
+    """The error of a process that MPI has ended while it started, with the likely cure.
 
-    library: the version text of the MPI library. MPICH ends the process while it starts under a
-    launcher that speaks PMIx, unless it was built for PMIx. For Open MPI under another launcher
-    ``check_launch`` finds out.
+    library: the version text of the MPI library. MPICH ends processes so under a launcher that
+    speaks PMIx, unless it was built for PMIx, and where a launcher does not answer. For Open MPI
+    under another launcher ``check_launch`` finds out.
     """
-    if "MPICH" not in library or "pmix" in library or announced_rank(environment) != "0":
-        return ""
-    start = f"[rank 0 on {os.uname().nodename}]"
-    if {"PMI_SIZE", "PMIX_NAMESPACE"} <= environment.keys():
-        if "MPIR_CVAR_PMI_VERSION" in environment:
-            return ""
-        return (
-            f"{start} mpirun was called inside a step of SLURM that speaks PMIx, and MPICH may "
-            "refuse to choose between PMI and PMIx. If it ends in MPI_Init, export "
-            "MPIR_CVAR_PMI_VERSION=1 before mpirun"
-        )
     launcher, cure = _find_pmix_launcher(environment)
-    if not launcher:
-        return ""
-    return (
-        f"{start} {launcher} has started this process, but its MPI "
-        f"library is MPICH. If it ends in MPI_Init, use {cure}"
+    names = [name for name in sorted(environment) if name.startswith(_LAUNCHER_PREFIXES)]
+    is_unsure = "MPICH" in library and "MPIR_CVAR_PMI_VERSION" not in environment
+    if is_unsure and {"PMI_SIZE", "PMIX_NAMESPACE"} <= environment.keys():
+        advice = (
+            "The mpirun of MPICH was called inside a step of SLURM that speaks PMIx, and MPICH "
+            "may refuse to choose between the two: export MPIR_CVAR_PMI_VERSION=1 before mpirun"
+        )
+    elif launcher and "MPICH" in library and "pmix" not in library:
+        advice = f"{launcher} has started this process, but its MPI library is MPICH; use {cure}"
+    elif names:
+        advice = (
+            f"The environment names a launcher ({', '.join(names[:_MOST_NAMES])}). If it has not "
+            "started this process, unset these variables; else use the mpirun that belongs to the "
+            "library"
+        )
+    else:
+        advice = "If the message is about the network, look at the settings of UCX and libfabric"
+    return LaunchError(
+        f"MPI has ended this process while it started; its own message stands above. {advice}",
+        code="mpi-not-started",
     )
+
+
+@contextlib.contextmanager
+def reported_exit(report: Callable[[], None]) -> Iterator[None]:
+    """Call ``report`` if a library in the block calls C's exit(), before any handler of it.
+
+    Changes nothing where the C library is not glibc, whose handlers can be taken back.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        yield
+        return
+    is_inside = True
+
+    def handle(_: int | None) -> None:
+        if is_inside:
+            report()
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(handle)
+    owner = ctypes.create_string_buffer(1)  # its address stands for a library of its own
+    getattr(libc, "__cxa_atexit")(handler, None, owner)
+    try:
+        yield
+    finally:
+        is_inside = False
+        getattr(libc, "__cxa_finalize")(owner)  # calls the handler, and forgets it
 
 
 def refuse_launcher(library: str, environment: Mapping[str, str]) -> None:
     """Raise LaunchError where MPICH would end the process while MPI starts, with its own message.
 
     library: the version text of the MPI library. MPICH's own builds list how they were configured,
-    so whether they speak PMIx is known; for those of vendors there is ``doubt_launch``.
+    so whether they speak PMIx is known; for those of vendors there is ``failed_start``.
     """
     _, is_listed, configured = library.partition("MPICH configure:")
     speaks_pmi_of_others = "pmi" in configured.partition("\n")[0]

@@ -119,7 +119,8 @@ def judge_thread_level(library: Library) -> Finding:
 def name_launcher(environment: Mapping[str, str]) -> str:
     """What started this process, by the variables it leaves."""
     if is_from_torchrun(environment):
-        return "torchrun"
+        is_torchrun = "TORCHELASTIC_RUN_ID" in environment
+        return "torchrun" if is_torchrun else "what set RANK and WORLD_SIZE"
     if "HYDI_CONTROL_FD" in environment:
         return "mpirun (Hydra)"
     if "PRTE_LAUNCHED" in environment or "OMPI_COMM_WORLD_SIZE" in environment:
@@ -151,7 +152,7 @@ def judge_launch(
         return fail(
             "launch",
             f"{said}each is a world of its own: {launcher} and {library.name} do not speak the "
-            "same language",
+            "same language [launcher-mismatch]",
             cure=_match_launcher(library),
         )
     counts = Counter(hosts)

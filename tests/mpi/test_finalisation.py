@@ -107,6 +107,8 @@ mpi.finalize = threading.Event().wait
 sys.exit(main(["run", "--task", "digits"]))
 """
 
+DOCTOR = ["-m", "dearmpi.cli.main", "doctor"]
+
 
 def run(script: str, *arguments: str, folder: Path, ranks: int = 2) -> Ended:
     path = folder / "script.py"
@@ -182,3 +184,29 @@ def test_a_process_outside_its_launchers_world_ends_though_mpi_does_not(tmp_path
     assert ended.returncode == 3, ended.stderr
     assert "[launcher-mismatch]" in ended.stderr
     assert "gave up after waiting 4 s for MPI's finalisation" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "codes"),
+    [
+        # MPICH ends the process in MPI_Init; Open MPI starts a world of one.
+        ({"PMI_FD": "77", "PMI_SIZE": "2"}, ["[mpi-not-started]", "[launcher-mismatch]"]),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ["[launcher-mismatch]"]),
+    ],
+)
+@pytest.mark.parametrize("command", [["-c", "import dearmpi; dearmpi.connect()"], DOCTOR])
+def test_a_process_whose_launcher_is_not_there_ends_with_a_code_and_no_trace(
+    command: list[str], variables: dict[str, str], codes: list[str], tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=clean_environment() | variables | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 3, output
+    assert sum(output.count(code) for code in codes) == 1 and "Traceback" not in output, output

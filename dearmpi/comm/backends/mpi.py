@@ -31,9 +31,15 @@ from mpi4py import MPI
 
 from dearmpi.comm.algorithms.algorithm import SendScheduler
 from dearmpi.comm.algorithms.registry import AlgorithmCollectives
-from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.collectives import AllOf, Buffer, ReduceOp, Request
-from dearmpi.comm.process import Library, doubt_launch, refuse_launcher, skip_exit_handlers
+from dearmpi.comm.process import (
+    Library,
+    failed_start,
+    refuse_launcher,
+    report_alone,
+    reported_exit,
+    skip_exit_handlers,
+)
 from dearmpi.cuts import Cuts
 from dearmpi.errors import CommError, ConfigError, LaunchError
 
@@ -209,22 +215,29 @@ def initialize() -> None:
     """Initialise MPI as ``mpi4py.rc`` says; does nothing if it is initialised.
 
     Raises RuntimeError if MPI fails; LaunchError if it would end the process under its launcher.
+    Where MPI ends the process all the same, prints a LaunchError and ends it with that exit code.
     """
     if MPI.Is_initialized():
         return
     refuse_launcher(MPI.Get_library_version(), os.environ)
-    doubt = doubt_launch(MPI.Get_library_version(), os.environ)
-    if doubt:
-        safe_output.write(doubt)
     level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
     requested, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
-    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(None, None, requested, ctypes.byref(provided))
+    start = ctypes.CDLL(MPI.__file__).MPI_Init_thread
+    with reported_exit(_end_unstarted):
+        code = start(None, None, requested, ctypes.byref(provided))
     if code:
         raise RuntimeError(f"MPI_Init_thread failed with code {code}")
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
         comm.Set_errhandler(MPI.ERRORS_RETURN)
     if _AT_EXIT:
         atexit.register(_finalize_only_in, os.getpid())
+
+
+def _end_unstarted() -> None:
+    """End this process, as MPI does while it starts, with an error in place of MPI's status."""
+    error = failed_start(MPI.Get_library_version(), os.environ)
+    report_alone(error, prefix="dearmpi: ")
+    os._exit(error.exit_code)
 
 
 def finalize() -> None:

@@ -19,7 +19,7 @@ from dearmpi.comm.process import (
     announced_rank,
     announced_size,
     check_launch,
-    doubt_launch,
+    failed_start,
     ignore_signals,
     refuse_launcher,
     report_alone,
@@ -40,6 +40,8 @@ from tests.codes import raises
         ({"OMPI_COMM_WORLD_SIZE": "6", "SLURM_STEP_NUM_TASKS": "2"}, 6),
         ({"WORLD_SIZE": "2"}, 1),  # of a script that was written for another launcher
         ({"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}, 2),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, 2),  # of what starts ranks as torchrun does
+        ({"WORLD_SIZE": "2", "RANK": "1", "PMI_SIZE": "1"}, 1),  # mpirun counts its own
         ({"WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "7", "SLURM_STEP_NUM_TASKS": "1"}, 8),
         ({"PMI_SIZE": ""}, 1),
         ({"PMI_SIZE": "many"}, 1),
@@ -58,6 +60,8 @@ def test_who_comes_with_torchrun_is_told_what_takes_its_place() -> None:
     with raises(LaunchError, "launcher-mismatch", "torchrun", "mpirun -n 2 python"):
         check_launch(1, {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"})
     check_launch(1, {"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"})
+    with raises(LaunchError, "launcher-mismatch", "RANK=1", 2, "unset RANK and WORLD_SIZE"):
+        check_launch(1, {"WORLD_SIZE": "2", "RANK": "1"})
 
 
 def test_launches_that_fit_are_accepted() -> None:
@@ -99,6 +103,7 @@ def test_mpich_that_may_start_is_let_through() -> None:
         (LaunchError("a", code="launcher-mismatch"), 2, 0, ""),
         (LaunchError("a", code="mpi-not-loaded"), 2, 0, f"[rank 2 on {os.uname().nodename}] error"),
         (LaunchError("a", code="mpi-not-loaded"), 3, 1, ""),
+        (LaunchError("a", code="mpi-not-started"), 3, 1, f"[rank 3 on {os.uname().nodename}] err"),
         (DearError("a"), 3, 1, f"[rank 3 on {os.uname().nodename}] error: a\n"),
     ],
 )
@@ -118,29 +123,44 @@ def test_an_error_without_a_world_is_reported_by_those_that_alone_may_meet_it(
     assert found.startswith(said) and bool(found) == bool(said)
 
 
-def test_a_library_that_may_not_start_under_its_launcher_is_told_of_once() -> None:
-    open_mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
-    assert "mpirun that belongs to the library" in doubt_launch("MPICH Version: 4.3.2", open_mpi)
-    assert not doubt_launch("MPICH Version: 4.3.2", {**open_mpi, "OMPI_COMM_WORLD_RANK": "1"})
-    assert not doubt_launch("Open MPI v5.0.8", open_mpi)
-    assert not doubt_launch("MPICH Version: 4.3.2", {"PMI_SIZE": "2", "PMI_RANK": "0"})
+@pytest.mark.parametrize(
+    ("library", "environment", "cure"),
+    [
+        ("MPICH Version: 4.3.2", {"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun that belongs to the lib"),
+        ("MPICH Version: 4.3.2", {"PMIX_NAMESPACE": "slurm.pmix.7.0"}, "srun --mpi=pmi2"),
+        (
+            "MPICH Version: 5.0.2",
+            {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMI_SIZE": "2", "PMI_RANK": "0"},
+            "export MPIR_CVAR_PMI_VERSION=1",
+        ),
+        ("MPICH Version: 4.3.2 --with-pmix", {"PMIX_NAMESPACE": "a"}, "(PMIX_NAMESPACE)"),
+        ("MPICH Version: 4.3.2", {"PMI_FD": "7", "PMI_RANK": "0"}, "(PMI_FD, PMI_RANK)"),
+        ("Open MPI v5.0.8", {}, "UCX and libfabric"),
+    ],
+)
+def test_a_start_that_mpi_has_ended_is_explained_by_its_launcher(
+    library: str, environment: dict[str, str], cure: str
+) -> None:
+    error = failed_start(library, environment)
+    assert error.code == "mpi-not-started" and cure in str(error)
 
 
-def test_mpich_under_pmix_is_told_of_once_unless_it_was_built_for_that() -> None:
-    pmix = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0", "SLURM_PROCID": "0"}
-    assert "srun --mpi=pmi2" in doubt_launch("MPICH Version: 4.3.2", pmix)
-    assert not doubt_launch("MPICH Version: 4.3.2", {**pmix, "PMIX_RANK": "1"})
-    assert not doubt_launch("MPICH Version: 4.3.2, configure: --with-pmix=/usr", pmix)
-    assert not doubt_launch("Open MPI v5.0.8", pmix)
+EXITS = """
+import ctypes, os, sys
+from dearmpi.comm.process import reported_exit
+
+with reported_exit(lambda: os._exit(3)):
+    if sys.argv[1] == "inside":
+        ctypes.CDLL(None).exit(16)
+if sys.argv[1] == "after":
+    ctypes.CDLL(None).exit(17)
+sys.exit(18)  # no handler is left that would run Python then
+"""
 
 
-def test_mpirun_of_mpich_inside_a_step_with_pmix_is_told_of_once() -> None:
-    step = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "0"}
-    inside = {**step, "PMI_SIZE": "2", "PMI_RANK": "0"}
-    assert "export MPIR_CVAR_PMI_VERSION=1" in doubt_launch("MPICH Version: 5.0.2", inside)
-    assert not doubt_launch("MPICH Version: 5.0.2", {**inside, "PMI_RANK": "1"})
-    assert not doubt_launch("MPICH Version: 5.0.2", {**inside, "MPIR_CVAR_PMI_VERSION": "1"})
-    assert not doubt_launch("Open MPI v5.0.8", inside)
+@pytest.mark.parametrize(("where", "status"), [("inside", 3), ("after", 17), ("never", 18)])
+def test_an_exit_of_a_library_is_reported_in_the_block_alone(where: str, status: int) -> None:
+    assert subprocess.run([sys.executable, "-c", EXITS, where], timeout=60).returncode == status
 
 
 @pytest.mark.parametrize(
