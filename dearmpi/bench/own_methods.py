@@ -51,7 +51,7 @@ def ours(name: str) -> Factory:
         return Entrant(
             setup.model,
             optimizer,
-            is_tuning=lambda: optimizer.is_planning,
+            is_tuning=lambda: optimizer.is_planning or optimizer.is_choosing,
             finish=optimizer.synchronize,
             close=optimizer.close,
             describe=lambda: (

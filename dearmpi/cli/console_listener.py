@@ -43,6 +43,7 @@ class ConsoleListener:
     _live: Sequence[str] = ()
     _weights: tuple[float, ...] = field(init=False)
     _step_s: float = 0.0
+    _has_told_codec: bool = False
     _pace: Pace = field(default_factory=Pace)
     _watch: StragglerWatch = field(init=False)
 
@@ -52,6 +53,7 @@ class ConsoleListener:
 
     def stepped(self, step: int) -> None:
         """Move the bar; the next iteration comes."""
+        self._tell_codec()
         self.tell_plan()
         self._tell_trial()
         self._tell_shares(step)
@@ -62,6 +64,14 @@ class ConsoleListener:
             drawn = bar(step, total, width=10, encoding=self.console.encoding)
             done = f"{drawn} {step}/{total}"
             self.console.show(done, *self._rest(step), *self._live)
+
+    def _tell_codec(self) -> None:
+        """Say what compress auto takes, once that is decided."""
+        if self._has_told_codec or self.job.local is not None:
+            return
+        if line := self.job.optimizer.codec_choice:
+            self._has_told_codec = True
+            self.console.say(line)
 
     def tell_plan(self) -> None:
         """Write and describe the plan that is followed from here on, if it is a new one."""

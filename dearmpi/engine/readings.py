@@ -63,7 +63,17 @@ class Readings(Facade):
     @property
     def is_planning(self) -> bool:
         """Whether the job is still on its way to a plan of its own."""
-        return self._controller.planning is not None
+        return self._controller.is_planning
+
+    @property
+    def codec_choice(self) -> str:
+        """What ``compress="auto"`` has taken, and why; empty before."""
+        return self._controller.codec_choice
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether ``compress="auto"`` is not decided yet."""
+        return self._controller.choosing is not None
 
     @property
     def times(self) -> IterationTimes:

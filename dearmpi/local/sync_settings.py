@@ -71,6 +71,13 @@ def choose_config(
         on_host = all(param.device.type == "cpu" for param in params)
         plain = config == EngineConfig(bucket_cap_mb=config.bucket_cap_mb)
         compress = "int4" if on_host and plain else config.compress
+    if compress == "auto":
+        raise ConfigError(
+            "compress is 'auto', which is chosen by what hides behind computation, but local steps "
+            "exchange between computations; leave compress out, which is int4 then, or give "
+            "compress 'int8'",
+            code="settings-contradict",
+        )
     return replace(config, compress=compress)
 
 

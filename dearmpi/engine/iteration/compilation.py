@@ -219,14 +219,14 @@ def compiled_part(model: nn.Module) -> str | None:
     return next(compiled, None)
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise ConfigError if ``model``, or a part of it, is compiled and shall be planned for."""
+def refuse_compiled(model: nn.Module, setting: str = "plan") -> None:
+    """Raise ConfigError if ``model``, or a part of it, is compiled, and ``setting`` needs times."""
     name = compiled_part(model)
     if name is not None:
         raise ConfigError(
-            f"plan is 'auto', but {f'module {name}' if name else 'the model'} is compiled "
-            "(torch.compile): its layers run without the hooks that time them; leave plan out, or "
-            "give one that was made without compilation",
+            f"{setting} is 'auto', but {f'module {name}' if name else 'the model'} is compiled "
+            "(torch.compile): its layers run without the hooks that time them; leave "
+            f"{setting} out, or give one that was found without compilation",
             code="plan-of-compiled-model",
         )
 

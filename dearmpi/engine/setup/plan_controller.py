@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import warnings
 from collections.abc import Mapping
@@ -13,6 +14,14 @@ from typing import Any, Literal
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.device.comm_stream import compute_on_all_cores, compute_on_one_core
+from dearmpi.engine.setup.codec_choice import (
+    CodecChoice,
+    Decision,
+    check_choosable,
+    stay_dense,
+    undecided,
+    until_decided,
+)
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.setup.live_engine import LiveEngine
 from dearmpi.engine.setup.self_planning import JobMeasurement, Pause, SelfPlanning
@@ -31,6 +40,8 @@ class PlanController:
 
     config: settings as they are by now. pause: what a plan that the job made has cost; None before
     that is followed. planning: how the job gets to one, as long as it is on its way.
+    choosing: how it gets to what ``compress="auto"`` takes, which comes first. codec_choice: a line
+    on that.
     """
 
     def __init__(
@@ -44,23 +55,35 @@ class PlanController:
         (collective). Raises as ``LiveEngine`` does, and MismatchError for ranks with other plans.
         """
         self._context, self._plan = context, plan
-        _compare_plans(context.world, plan)
+        _compare_plans(context.world, plan, chooses=undecided(config))
         on_host = config.update_on == "host"
         (compute_on_all_cores if on_host else compute_on_one_core)(context.world)
-        self.live = LiveEngine(context, config=config, plan=self.plan)
+        self.live = LiveEngine(context, config=until_decided(config), plan=self.plan)
         self._given_cap_mb = config.bucket_cap_mb
         self.config = config
         self.pause: Pause | None = None
         self.planning: SelfPlanning | None = None
-        self._begin_planning()
+        self.choosing: CodecChoice | None = None
+        self.codec_choice = ""
+        self._begin()
 
     @property
     def plan(self) -> Plan | None:
         """The plan that is followed; None before there is one."""
         return self._plan if isinstance(self._plan, Plan) else None
 
+    @property
+    def is_planning(self) -> bool:
+        """Whether the job is on its way to a plan, if only by choosing what travels."""
+        chooses_first = self._plan == "auto" and self.choosing is not None
+        return self.planning is not None or chooses_first
+
     def stepped(self) -> bool:
         """A step was taken; whether the layout is another now (collective)."""
+        if self.choosing is not None:
+            with self._context.world.named_call("optimizer.step() with compress='auto'"):
+                decision = self.choosing.stepped()
+                return decision is not None and self._take_codec(decision)
         if self.planning is None:
             return False
         with self._context.world.named_call("optimizer.step() with plan='auto'"):
@@ -82,13 +105,33 @@ class PlanController:
                 warnings.warn(f"plan 'auto' is given up: {problem}", stacklevel=5)
         return is_new
 
+    def _take_codec(self, decision: Decision) -> bool:
+        """Go on with what was decided; whether the layout is another now (collective)."""
+        self.choosing = None
+        config = replace(self.config, **decision.settings)
+        if not decision.is_dense:
+            self._drop_gradients()
+            try:
+                self.live.renew(config=self._settled(config), plan=self.plan)
+            except ConfigError as error:  # the model is another by now: layers frozen meanwhile
+                decision = stay_dense(str(error))
+                config = until_decided(self.config)
+        self._note(config, decision)
+        self._begin()
+        return not decision.is_dense
+
+    def _note(self, config: EngineConfig, decision: Decision) -> None:
+        self.config, self.codec_choice = config, decision.reason
+        if self._context.world.is_root:
+            logging.getLogger("dearmpi").info(decision.reason)
+
     def follow(self, plan: Plan) -> None:
         """Go on by ``plan`` (collective).
 
         Raises ConfigError if it is for another model or world size, MismatchError if ranks have
         different ones.
         """
-        _compare_plans(self._context.world, plan)
+        _compare_plans(self._context.world, plan, chooses=undecided(self.config))
         self._take_up(plan)
 
     def fuse(self, bucket_cap_mb: float) -> None:
@@ -110,12 +153,18 @@ class PlanController:
         self._lay_out_anew(self._plan, self.config)
 
     def give_up_planning(self) -> None:
-        """Make no plan of the job's own, now or when parameters are added."""
+        """Make no plan of the job's own, now or when parameters are added, and choose no codec."""
         self.abandon_planning()
         self._plan = self.plan
+        if undecided(self.config):
+            ended = stay_dense("ranks may take unequal numbers of steps from here on")
+            self._note(until_decided(self.config), ended)
 
     def abandon_planning(self) -> None:
-        """Make no plan, if one was on its way."""
+        """Make no plan, and choose no codec, if one was on its way."""
+        if self.choosing is not None:
+            self.choosing.abandon()
+            self.choosing = None
         if self.planning is not None:
             self.planning.abandon()
             self.planning = None
@@ -143,16 +192,25 @@ class PlanController:
         """
         found = self.live.built.engine.codecs.algorithms
         topology = "flat" if found.grid is None else found.grid.text
-        return replace(config, reduce_scatter=found.reduce_scatter, topology=topology)
+        algorithm = found.reduce_scatter
+        if algorithm == "native" and config.compress != "none":
+            algorithm = "ring"  # MPI cannot add what is compressed
+        return replace(config, reduce_scatter=algorithm, topology=topology)
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
-        self.live.renew(config=config, plan=None if plan == "auto" else plan)
+        self.live.renew(config=until_decided(config), plan=None if plan == "auto" else plan)
         self.abandon_planning()
         self._plan = plan
-        self._begin_planning()
+        self._begin()
 
-    def _begin_planning(self) -> None:
-        if self._plan != "auto" or self._context.world.size == 1:
+    def _begin(self) -> None:
+        """Measure for what is ``auto``: first what travels, then in which buckets (collective)."""
+        chooses = undecided(self.config)
+        if self._context.world.size == 1:
+            if chooses:
+                self._note(until_decided(self.config), stay_dense("one rank sends nothing"))
+            return
+        if self._plan != "auto" and not chooses:
             return
         built = self.live.built
         self.live.expect_renewal()
@@ -162,6 +220,9 @@ class PlanController:
             codecs=built.engine.codecs,
             waited=lambda: self.live.waited_s,
         )
+        if chooses:
+            self.choosing = CodecChoice(built.spec, measurement)
+            return
         self.planning = SelfPlanning(
             built.spec,
             measurement,
@@ -179,16 +240,20 @@ def choose_controller(
     """By what a script gives: ``settings`` go before those of ``config`` (collective)."""
     merged = merge_settings(config, settings)
     start = choose_plan(plan, merged)
+    check_choosable(merged, context.model)
     with context.world.named_call("DistributedOptimizer()"):
         return PlanController(context, config=merged, plan=start)
 
 
-def _compare_plans(world: World, plan: Plan | Literal["auto"] | None) -> None:
-    """Raise MismatchError unless all ranks follow the same plan, or none (collective)."""
+def _compare_plans(world: World, plan: Plan | Literal["auto"] | None, *, chooses: bool) -> None:
+    """Raise MismatchError unless all ranks follow the same plan, or none, and choose what travels,
+    or not (collective).
+    """
     own: str = "none" if plan is None else "auto"
     if isinstance(plan, Plan):
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         own = f"one of {len(plan.buckets)} buckets (hash {digest})"
+    own += ", with compress 'auto'" if chooses else ""
     seen = world.all_gather_text(own)
     for rank, other in enumerate(seen):
         if other != seen[0]:

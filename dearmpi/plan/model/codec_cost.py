@@ -75,7 +75,15 @@ def codec_bytes(compress: str, density: float | None = None) -> CodecCost:
 
 
 def require_known_bytes(compress: str) -> None:
-    """Raise ConfigError for a codec whose bytes follow from a model's shapes or numbers."""
+    """Raise ConfigError for a codec whose bytes follow from a model's shapes or numbers, and for
+    one that is still to be chosen.
+    """
+    if compress == "auto":
+        raise ConfigError(
+            "compress 'auto' is decided in training, by its first steps; name a codec here, such "
+            "as 'int8'",
+            code="settings-contradict",
+        )
     if compress in _BY_DATA:
         raise ConfigError(
             f"what compress {compress!r} sends follows from the model and its gradients, so that "

@@ -125,10 +125,14 @@ def why_untraceable(window: tuple[int, int], job: Job) -> str:
             f"record from {searched + 1} on"
         )
     measured = job.start_step + NUM_WARMUP + NUM_PROFILED  # a plan may be taken up after this one
-    planned = job.start_step + MOST_STEPS
-    if job.optimizer.is_planning and start <= planned and stop > measured + 1:
+    planned, what = job.start_step + MOST_STEPS, "plan auto"
+    if job.optimizer.is_choosing:
+        what = "compress auto"
+        planned = measured + MOST_STEPS * job.optimizer.is_planning
+    is_open = job.optimizer.is_planning or job.optimizer.is_choosing
+    if is_open and start <= planned and stop > measured + 1:
         return (
-            f"trace is {start}:{stop}, but plan auto lays out other buckets between iterations "
+            f"trace is {start}:{stop}, but {what} lays out other buckets between iterations "
             f"{measured + 1} and {planned + 1}; record {planned + 1}:{planned + 1 + stop - start}, "
             f"or end at {measured + 1}"
         )

@@ -57,6 +57,8 @@ class RunSettings(RunChoices):
                 "buckets and the order of summation; use none, or the file of a plan",
                 code="settings-contradict",
             )
+        if self.compress == "auto":
+            self._check_choice_of_codec()
         if self.plan == "bayes" and self.bucket_cap_mb is not None:
             raise ConfigError(
                 f"bucket_cap_mb is {self.bucket_cap_mb}, but plan bayes searches for it; leave "
@@ -89,6 +91,19 @@ class RunSettings(RunChoices):
             raise ConfigError(
                 f"checkpoint_time is {self.checkpoint_time_s:g} s, but checkpoint_interval 'auto' "
                 "decides on it; leave one of the two out",
+                code="settings-contradict",
+            )
+
+    def _check_choice_of_codec(self) -> None:
+        """Raise ConfigError for settings that leave no time to choose, or forbid it."""
+        why = ""
+        if self.deterministic:
+            why = "deterministic is set, but with compress auto timing chooses what is sent"
+        elif self.plan == "bayes":
+            why = "plan is bayes, which changes buckets while compress auto measures"
+        if why:
+            raise ConfigError(
+                f"{why}; name a codec, such as compress int8, or leave one of the two out",
                 code="settings-contradict",
             )
 
