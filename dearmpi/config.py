@@ -490,8 +490,10 @@ class EngineConfig:
             return
         name, cure = "gather", "shards out, since every rank updates all parameters"
         if self.compress != "none":
-            name, cure = "compress", "one of the two out"
+            name, cure = "compress", "one of the two out; comm_dtype='bf16' goes with both"
         elif self.update_on == "host":
+            if self.has_weights and self.gather == "parameters":
+                return
             name, cure = "update_on", "one of the two out"
         raise ConfigError(
             f"shards is {self.shards!r}, but {name} is {getattr(self, name)!r}; leave {cure}",

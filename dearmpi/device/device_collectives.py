@@ -23,6 +23,7 @@ from dearmpi.device.comm_stream import DeviceCommStream
 from dearmpi.grid import Grid
 
 Start = Callable[[Any], Request]
+StartCut = Callable[[Any, Cuts], Request]
 _ALL = slice(None)
 
 
@@ -97,7 +98,16 @@ class DeviceCollectives(ABC):
         cuts: Cuts | None = None,
     ) -> Request:
         """All shards go out, the own one comes back."""
-        assert cuts is None or cuts.is_even, "uneven shards of a device are refused"
+        if cuts is not None and not cuts.is_even:
+            return self._begin_cut(
+                buffer,
+                cuts,
+                lambda sent, parts: self._collectives.start_reduce_scatter(
+                    sent, algorithm, wire_dtype=wire_dtype, cuts=parts
+                ),
+                out=_ALL,
+                back=self._own,
+            )
         return self._begin(
             self._shards(buffer),
             lambda sent: self._collectives.start_reduce_scatter(
@@ -116,7 +126,16 @@ class DeviceCollectives(ABC):
         cuts: Cuts | None = None,
     ) -> Request:
         """The own shard goes out, all come back."""
-        assert cuts is None or cuts.is_even, "uneven shards of a device are refused"
+        if cuts is not None and not cuts.is_even:
+            return self._begin_cut(
+                buffer,
+                cuts,
+                lambda sent, parts: self._collectives.start_all_gather(
+                    sent, algorithm, wire_dtype=wire_dtype, cuts=parts
+                ),
+                out=self._own,
+                back=_ALL,
+            )
         return self._begin(
             self._shards(buffer),
             lambda sent: self._collectives.start_all_gather(sent, algorithm, wire_dtype=wire_dtype),
@@ -167,6 +186,20 @@ class DeviceCollectives(ABC):
         self._device.adopt_thread()
         with failures_of(self._device):
             return self._cross(rows, start, out=out, back=back)
+
+    def _begin_cut(
+        self, buffer: Tensor, cuts: Cuts, start: StartCut, *, out: slice, back: slice
+    ) -> Request:
+        """``_cross_cut``. Raises CommError, with the device's name, if the device fails."""
+        self._device.adopt_thread()
+        with failures_of(self._device):
+            return self._cross_cut(buffer, cuts, start, out=out, back=back)
+
+    @abstractmethod
+    def _cross_cut(
+        self, buffer: Tensor, cuts: Cuts, start: StartCut, *, out: slice, back: slice
+    ) -> Request:
+        """As ``_cross``, of the shards of ``buffer`` by ``cuts``."""
 
     @abstractmethod
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:

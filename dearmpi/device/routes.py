@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.config import MIB
+from dearmpi.cuts import Cuts
 from dearmpi.device.accelerator import Device, DeviceEvent, Stream
 from dearmpi.device.comm_stream import DeviceCommStream
 from dearmpi.device.device_collectives import (
     DeviceCollectives,
     DeviceTransfer,
     Start,
+    StartCut,
     TransferRequest,
 )
 
@@ -64,6 +67,15 @@ NUM_AHEAD = 2  # pieces beyond the window: one on its way out, one on its way in
 _WIDEST = 16  # bytes of an element
 
 
+@dataclass(frozen=True, slots=True)
+class StagedChunk:
+    """What goes over MPI at once: pairs of device and host memory, and how it starts."""
+
+    out: Sequence[tuple[Tensor, Tensor]]
+    back: Sequence[tuple[Tensor, Tensor]]
+    start: Callable[[], Request]
+
+
 class StagedCollectives(DeviceCollectives):
     """Pinned memory is of ``window`` and ``NUM_AHEAD`` pieces, whatever the buffers are."""
 
@@ -84,49 +96,84 @@ class StagedCollectives(DeviceCollectives):
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
         """Some columns at a time."""
         columns = max(1, self._pieces.nbytes // (len(rows) * rows.element_size()))
-        chunks = rows.split(columns, dim=1)
-        request = TransferRequest(self._drive_for, len(chunks))
-        written = list(self._comm_stream.take_written(rows))
-        for chunk in chunks:
-            transfer = self._transfer(chunk, start, out, back, request, written)
-            self._queue.submit(transfer)
+
+        def lay(chunk: Tensor, piece: Tensor) -> StagedChunk:
+            host = as_rows(piece, chunk.dtype, rows=len(chunk), columns=chunk.shape[1])
+            flat = host.view(-1)
+            there, here = [(chunk[out], host[out])], [(chunk[back], host[back])]
+            return StagedChunk(there, here, lambda: start(flat))
+
+        lays = [partial(lay, chunk) for chunk in rows.split(columns, dim=1)]
+        return self._transfer_all(rows, lays)
+
+    def _cross_cut(
+        self, buffer: Tensor, cuts: Cuts, start: StartCut, *, out: slice, back: slice
+    ) -> Request:
+        """An equal part of each shard at a time."""
+        most = max(1, self._pieces.nbytes // buffer.element_size() - self.size)
+        num = min(cuts.total, -(-cuts.total // most))
+
+        def lay(parts: list[Tensor], piece: Tensor) -> StagedChunk:
+            chunk = Cuts((0, *accumulate(part.numel() for part in parts)))
+            flat = as_rows(piece, buffer.dtype, rows=1, columns=chunk.total)[0]
+            pairs = [(part, flat[chunk.slice_of(rank)]) for rank, part in enumerate(parts)]
+            return StagedChunk(pairs[out], pairs[back], lambda: start(flat, chunk))
+
+        lays = []
+        for number in range(num):
+            parts = []
+            for rank in range(self.size):
+                first, length = cuts.offsets[rank], cuts.size_of(rank)
+                begin, end = (length * place // num for place in (number, number + 1))
+                parts.append(buffer[first + begin : first + end])
+            if any(part.numel() for part in parts):
+                lays.append(partial(lay, parts))
+        return self._transfer_all(buffer, lays)
+
+    def _transfer_all(
+        self, buffer: Tensor, lays: Sequence[Callable[[Tensor], StagedChunk]]
+    ) -> Request:
+        """lays: by chunk, how it lies in a piece."""
+        request = TransferRequest(self._drive_for, len(lays))
+        written = list(self._comm_stream.take_written(buffer))
+        for lay in lays:
+            self._queue.submit(self._transfer(lay, request, written))
         self._drive()
         return request
 
     def _transfer(
         self,
-        chunk: Tensor,
-        start: Start,
-        out: slice,
-        back: slice,
+        lay: Callable[[Tensor], StagedChunk],
         request: TransferRequest,
         written: list[DeviceEvent],
     ) -> DeviceTransfer:
         """``written``: what the first chunk to leave waits for, and the others behind it."""
         piece: Tensor
-        host: Tensor
+        chunk: StagedChunk
 
         def leave() -> DeviceEvent | None:
-            nonlocal piece, host
+            nonlocal piece, chunk
             taken = self._pieces.take()
             if taken is None:
                 return None
             piece = taken
             while written:  # not before its turn: the chunks of others wait for less
                 self._out.wait_event(written.pop())
-            host = as_rows(piece, chunk.dtype, rows=len(chunk), columns=chunk.shape[1])
-            self._device.copy(chunk[out], into=host[out], stream=self._out)
+            chunk = lay(piece)
+            for there, here in chunk.out:
+                self._device.copy(there, into=here, stream=self._out)
             event: DeviceEvent = self._out.record_event()
             return event
 
         def land() -> None:
-            self._device.copy(host[back], into=chunk[back], stream=self._back)
+            for there, here in chunk.back:
+                self._device.copy(here, into=there, stream=self._back)
             event = self._back.record_event()
             self._pieces.give_back(piece, event)
             if request.landed():
                 self._comm_stream.await_landing(event)
 
-        return DeviceTransfer(leave, lambda: request.post(lambda: start(host.view(-1))), land)
+        return DeviceTransfer(leave, lambda: request.post(chunk.start), land)
 
 
 class SettledBuffer:
@@ -236,6 +283,12 @@ class DirectCollectives(DeviceCollectives):
         self._drive()
         return request
 
+    def _cross_cut(
+        self, buffer: Tensor, cuts: Cuts, start: StartCut, *, out: slice, back: slice
+    ) -> Request:
+        """All of it at once."""
+        return self._cross(buffer, lambda sent: start(sent, cuts), out=out, back=back)
+
 
 class AloneDeviceCollectives(DeviceCollectives):
     """``DeviceCollectives`` for a single rank."""
@@ -245,3 +298,9 @@ class AloneDeviceCollectives(DeviceCollectives):
         for event in self._comm_stream.take_written(rows):
             self._comm_stream.await_landing(event)
         return Completed()
+
+    def _cross_cut(
+        self, buffer: Tensor, cuts: Cuts, start: StartCut, *, out: slice, back: slice
+    ) -> Request:
+        """As of even shards."""
+        return self._cross(buffer, lambda sent: start(sent, cuts), out=out, back=back)

@@ -116,11 +116,10 @@ def check_parameters(
             "nothing is compressed yet; use comm_dtype 'bf16', or leave compress out",
             code="settings-contradict",
         )
-    if (config.has_weights or config.shards == "whole") and device_of(names) is not None:
+    if config.shards == "whole" and device_of(names) is not None:
         raise ConfigError(
-            f"shards is {config.shards!r}, but the parameters are on a device, whose buckets are "
-            "cut evenly; leave shards out, with gather='gradients' for optimizers that need whole "
-            "tensors",
+            "shards is 'whole', but the parameters are on a device, where no rank owns tensors; "
+            "leave shards out, with gather='gradients' for optimizers that need whole tensors",
             code="settings-contradict",
         )
     if config.update_on == "host":

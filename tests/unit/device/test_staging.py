@@ -13,6 +13,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
 from dearmpi.config import CudaBuffers, ReduceScatter
+from dearmpi.cuts import Cuts
 from dearmpi.device.accelerator import device_of, zeros
 from dearmpi.device.comm_stream import DeviceCommStream
 from dearmpi.device.route_choice import choose_route
@@ -52,6 +53,23 @@ def test_chunks_make_the_same_sum_and_pinned_memory_does_not_grow(small_chunks: 
     assert shards[0] + shards[1] == [3.0 * value for value in range(200)]
     assert [one.device.pinned_bytes for one in ranks] == [(WINDOW + 2) * 32] * SIZE
     assert max(hub.most_in_flight.values()) <= WINDOW
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("ends", [(0, 37), (0, 0), (0, 100), (0, 3)])
+def test_uneven_shards_go_in_chunks_of_all_of_them(
+    ends: tuple[int, int], direct: bool, small_chunks: None
+) -> None:
+    hub, cuts = FakeHub(SIZE), Cuts((*ends, 100))
+    ranks = [Rank(hub, rank, direct=direct) for rank in range(SIZE)]
+    buffers = [torch.arange(100.0) * (rank + 1) for rank in range(SIZE)]
+    pairs = list(zip(ranks, buffers, strict=True))
+    finish([one.collectives.start_reduce_scatter(b, "ring", cuts=cuts) for one, b in pairs])
+    sums = [3.0 * value for value in range(100)]
+    for rank, (one, buffer) in enumerate(pairs):
+        assert one.values(buffer[cuts.slice_of(rank)]) == sums[cuts.slice_of(rank)]
+    finish([one.collectives.start_all_gather(b, cuts=cuts) for one, b in pairs])
+    assert all(one.values(buffer) == sums for one, buffer in pairs)
 
 
 @pytest.mark.parametrize("direct", [False, True])

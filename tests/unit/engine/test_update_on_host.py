@@ -155,6 +155,28 @@ def test_the_host_makes_the_numbers_of_the_device_bit_by_bit(
     assert len(expected) == 1
 
 
+@turns_of(script=SCRIPTS, route=["staged", "direct"], place=["host", "device"])
+def test_weights_of_shards_change_no_number(
+    script: Callable[[Training], None], route: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has no shard, and rank 2 three times that of rank 0; a chunk has 64 bytes."""
+    monkeypatch.setattr("dearmpi.device.routes.CHUNK_BYTES", 64)
+
+    def rank(world: World, **settings: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+        settings |= {"dtype": torch.float64, "update_on": place, "cuda_buffers": route}
+        training = Training(world, inner="adam", **settings)
+        is_uneven = any(not bucket.cuts.is_even for bucket in training.optimizer.layout)
+        assert is_uneven == ("shards" in settings)
+        script(training)
+        model, state = training.saved()
+        training.optimizer.close()
+        return model, [flat_state(state)[key] for key in sorted(flat_state(state))]
+
+    expected = run_ranks(3, rank)[0]
+    for found in run_ranks(3, lambda world: rank(world, shards=[1, 0, 3])):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_updates_during_backprop(size: int) -> None:
     expected = outcome(size, simply, dtype=torch.float32, eager=True)
