@@ -276,3 +276,12 @@ def test_gradients_that_no_sync_keeps_outlive_their_buckets(case: Case) -> None:
             training.optimizer.step()
 
     assert_same_as_alone(script, case)
+
+
+def test_64_ranks_train_a_step_as_one_process_does() -> None:
+    """Most of them without a sample, and with shards of few elements or none."""
+
+    def script(training: Training) -> None:
+        training.step(0)
+
+    assert_same_as_alone(script, Case(optimizer="adamw", groups=2), size=64)

@@ -24,7 +24,7 @@ from dearmpi.plan.data.collective_steps import (
 )
 from dearmpi.plan.model.steps_check import check_steps
 from dearmpi.plan.simulate import themis
-from dearmpi.plan.simulate.themis import Dimension
+from dearmpi.plan.simulate.themis import TOPOLOGIES, Dimension
 from tests.codes import raises
 
 KINDS = get_args(Kind)
@@ -49,9 +49,31 @@ def test_a_grid_is_right_in_every_order(sizes: tuple[int, ...], kind: Kind) -> N
     check_steps(grid_steps(grid_of(*sizes, orders=every), 2 * len(every) + 1, kind))
 
 
-def test_two_levels_of_many_ranks_are_right() -> None:
-    check_steps(grid_steps(grid_of(32, 32), 1, "reduce-scatter"))  # as many as can be checked
-    check_steps(grid_steps(grid_of(16, 16), 1, "all-gather"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_1024_ranks_are_right(kind: Kind) -> None:
+    """As many as can be checked: two levels, and by Themis the orders of its own network."""
+    check_steps(grid_steps(grid_of(32, 32), 1, kind))
+    dimensions = TOPOLOGIES["3D-SW_SW_SW_hetero"]
+    chunks = themis.schedule(dimensions, 1e9, is_even=True)
+    orders = list(dict.fromkeys(tuple(one.dimension for one in chunk[:3]) for chunk in chunks))
+    assert len(orders) > 1
+    sizes = tuple(one.num_ranks for one in dimensions)
+    check_steps(grid_steps(grid_of(*sizes, orders=tuple(orders[:2])), 2, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ring_of_1024_ranks_is_right(kind: Kind) -> None:
+    check_steps(ring_steps(1024, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_wrong_shard_among_1024_ranks_is_found(kind: Kind) -> None:
+    steps = grid_steps(grid_of(32, 32), 1, kind)
+    first, *others = steps.steps[1].messages
+    wrong = replace(first, shards=(first.receiver if kind == "all-gather" else first.sender,))
+    with raises(ConfigError, "steps-wrong", f"rank {first.sender}"):
+        check_steps(changed(steps, 1, messages=(wrong, *others)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
