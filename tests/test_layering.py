@@ -255,6 +255,26 @@ def test_imports_point_one_way() -> None:
     assert not violations, "\n".join(violations)
 
 
+def test_files_of_the_engine_import_few_of_the_package_and_their_constructors_take_few() -> None:
+    crowded = {}
+    for path in sorted((ROOT / PACKAGE / "engine").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        modules = {
+            node.module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE)
+        }
+        makers = [
+            node.args
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+        ]
+        most = max((len([*a.posonlyargs, *a.args, *a.kwonlyargs]) - 1 for a in makers), default=0)
+        if len(modules) > 10 or most > 8:
+            crowded[path.name] = (len(modules), most)
+    assert not crowded
+
+
 @pytest.mark.parametrize(
     ("file", "line", "problem"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
@@ -15,11 +15,10 @@ from dearmpi.engine.codec.codec import (
     dense_codecs,
     elements_sent,
 )
-from dearmpi.engine.codec.largest import ModelShares
 from dearmpi.engine.codec.powersgd import power_codecs
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
 from dearmpi.engine.codec.sketch import exact_codecs
-from dearmpi.engine.codec.sparse_choice import sparse_reduce
+from dearmpi.engine.codec.sparse_choice import sparse_reduces
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.plan.model.codec_cost import CodecCost
 
@@ -78,8 +77,8 @@ def choose_codecs(
     buckets: Sequence[BucketRuntime], algorithms: CollectiveAlgorithms, config: EngineConfig
 ) -> Codecs:
     """Codecs by the settings; what is of half precision already travels as it is."""
-    quantizer, shares = quantizer_of(config.compress), ModelShares()
-    pairs = [_choose(bucket, algorithms, config, quantizer, shares) for bucket in buckets]
+    quantizer, sparse = quantizer_of(config.compress), sparse_reduces(algorithms, config)
+    pairs = [_choose(bucket, algorithms, config, quantizer, sparse) for bucket in buckets]
     trained = tuple(bucket for bucket in buckets if bucket.spec.trained)
     reduce, gather = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
     return Codecs(reduce, gather, algorithms, trained)
@@ -90,7 +89,7 @@ def _choose(
     algorithms: CollectiveAlgorithms,
     config: EngineConfig,
     quantizer: Quantizer,
-    shares: ModelShares,
+    sparse: Callable[[BucketRuntime], Codec],
 ) -> tuple[Codec, Codec]:
     """By which ``bucket`` is reduced, and gathered."""
     how = config.gather
@@ -102,7 +101,7 @@ def _choose(
     gather: Codec = QuantizedGather(bucket, quantizer, algorithms.scratch, gather=how)
     reduce: Codec = QuantizedReduce(bucket, quantizer, algorithms.scratch)
     if config.is_sparse:
-        reduce = sparse_reduce(bucket, algorithms, config, shares)
+        reduce = sparse(bucket)
     elif config.compress == "powersgd":
         pair = power_codecs(bucket, algorithms, config)
         if pair is None:

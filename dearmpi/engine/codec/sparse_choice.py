@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.config import DEFAULT_DENSITY, EngineConfig
@@ -20,13 +21,21 @@ _USUAL: Mapping[str, type[SparseReduce]] = {
 }
 
 
-def sparse_reduce(
+def sparse_reduces(
+    algorithms: CollectiveAlgorithms, config: EngineConfig
+) -> Callable[[BucketRuntime], SparseReduce]:
+    """What makes the sparse codec of a bucket, of the kind that ``config`` names."""
+    return partial(_reduce_of, algorithms=algorithms, config=config, shares=ModelShares())
+
+
+def _reduce_of(
     bucket: BucketRuntime,
+    *,
     algorithms: CollectiveAlgorithms,
     config: EngineConfig,
     shares: ModelShares,
 ) -> SparseReduce:
-    """The sparse codec that ``config`` names. ``shares``: of all buckets."""
+    """``shares``: of all buckets."""
     size, choice, scratch = bucket.spec.world_size, config.error_feedback, algorithms.scratch
     feedback = ErrorFeedback(size, keeps=choice != "none")
     bucket.keeps_unused = choice != "ef21"

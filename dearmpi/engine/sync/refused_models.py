@@ -185,7 +185,13 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 def refuse_optimizer_wrappers(optimizer: Optimizer) -> None:
-    """Raise ConfigError for an optimizer of torch's that shares its work with other ranks."""
+    """Raise ConfigError for an optimizer that shares its work with other ranks."""
+    if _is_of(optimizer, "dearmpi.engine.facade", "Facade"):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__} already, which averages by itself; pass "
+            "the optimizer of torch that it was made of",
+            code="wrapped-optimizer",
+        )
     for name, what in _SHARING_OPTIMIZERS.items():
         if _is_of(optimizer, "torch.distributed.optim", name):
             raise ConfigError(

@@ -26,6 +26,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
 from dearmpi.errors import ConfigError, UsageError
+from dearmpi.local.local_optimizer import LocalOptimizer
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
@@ -305,6 +306,14 @@ def test_optimizers_that_share_work_among_ranks_are_refused() -> None:
     for optimizer in sharing:
         with raises(ConfigError, "wrapped-optimizer", type(optimizer).__name__):
             DistributedOptimizer(optimizer, model)
+
+
+def test_an_optimizer_is_distributed_once() -> None:
+    model = build()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for again in (DistributedOptimizer, LocalOptimizer):
+        with raises(ConfigError, "wrapped-optimizer", "is a DistributedOptimizer already"):
+            again(optimizer, model)
 
 
 def test_other_optimizers_of_torch_distributed_are_refused_by_name() -> None:
