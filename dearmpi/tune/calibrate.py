@@ -180,10 +180,11 @@ def _measure_grid(world: World, grid: Grid, *, budget_s: float, most_bytes: int)
     place = grid.order.index(world.rank)
     for number, size in enumerate(grid.sizes):
         stride = math.prod(grid.sizes[:number])
-        line = world.split(place - place // stride % size * stride)
+        first = place - place // stride % size * stride
+        line = world.split(first)
         assert line is not None
-        places = [grid.order.index(rank) for rank in line.job_ranks]
-        order = sorted(range(size), key=places.__getitem__)
+        members = [grid.order[first + at * stride] for at in range(size)]
+        order = [sorted(members).index(rank) for rank in members]
         way = CollectiveAlgorithms("ring", grid=Grid((size,), tuple(order)))
         channels = {window: line.open_channel("trial", window=window) for window in WINDOWS}
         operations = (way.start_reduce_scatter, way.start_all_gather)
