@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -223,3 +224,34 @@ def test_inside_join_a_job_does_not_plan(world: World) -> None:
     optimizer.add_param_group({"params": [model.extra]})
     assert not optimizer.is_planning
     side.close()
+
+
+def test_a_job_chooses_what_travels(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a link so slow that bytes are all that counts; buckets that are compressed."""
+    measure = self_planning.JobMeasurement.measure
+
+    def on_a_slow_link(self: self_planning.JobMeasurement, **given: Any) -> Any:
+        profile, costs = measure(self, **given)
+        link = LinkModel(1e-6, 1e-6)
+        return profile, replace(costs, reduce_scatter=link, all_gather=link)
+
+    monkeypatch.setattr(self_planning.JobMeasurement, "measure", on_a_slow_link)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 1))
+    inner = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = DistributedOptimizer(inner, model, world=world, compress="auto", check_every=1)
+    losses = []
+    for step in range(16):
+        data = torch.randn(8, 256, generator=torch.Generator().manual_seed(step % 2))
+        loss = (model(data)[:, 0] - data[:, 0]).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    optimizer.synchronize()
+    traffic, line = optimizer.traffic, optimizer.codec_choice
+    assert optimizer.config.compress == "int4" and "int4" in line
+    assert traffic.reduced + traffic.gathered < 0.2 * traffic.dense
+    assert losses[-1] < 0.5 * losses[0]
+    assert len(set(world.all_gather_text(line))) == 1
+    optimizer.close()

@@ -203,3 +203,33 @@ def test_what_cannot_be_chosen_is_refused() -> None:
     for code, refused in refusals:
         with raises(ConfigError, code, "auto"):
             refused()
+
+
+def test_a_resumed_run_begins_dense_and_chooses_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the owners' unrounded parameters, which the state has."""
+    monkeypatch.setattr(
+        CodecChoice, "_predict", lambda self, micro_batches: {"fp32": 1.0, "int4": 0.5}
+    )
+
+    def rank(world: World) -> tuple[Any, ...]:
+        model = make_wide_model()
+        optimizer = make(world, model)
+        regress(model, optimizer, world, steps=12)
+        assert optimizer.config.compress == "int4"
+        state, values = optimizer.state_dict(), copies(model)
+        optimizer.close()
+        resumed_model = make_wide_model()
+        resumed = make(world, resumed_model)
+        resumed_model.load_state_dict(values)
+        resumed.load_state_dict(state)
+        assert resumed.is_choosing
+        losses = regress(resumed_model, resumed, world, steps=12)
+        resumed.synchronize()
+        is_int4 = resumed.config.compress == "int4"
+        resumed.close()
+        return copies(resumed_model), losses, is_int4
+
+    found = run_ranks(2, rank)
+    for model, losses, is_int4 in found:
+        assert is_int4 and losses[-1] < losses[0]
+        assert all(torch.equal(value, found[0][0][key]) for key, value in model.items())
