@@ -91,7 +91,9 @@ class Method:
 
     @property
     def comm_dtype(self) -> CommDtype:
-        """In what it sends fp32, as far as its options say."""
+        """In what it sends fp32, as far as its options say; with compress auto bf16 at least."""
+        if self.options.get("compress") == "auto":
+            return "bf16"
         return cast(CommDtype, self.options.get("comm_dtype", "fp32"))
 
     @property

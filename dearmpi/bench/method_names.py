@@ -156,7 +156,7 @@ def _make_method(name: str, label: str, options: Mapping[str, str]) -> Method:
         options,
         uses_group=False,
         waits_in_mpi=True,
-        tunes_itself=name in (PLANNED, BAYES),
+        tunes_itself=name in (PLANNED, BAYES) or options.get("compress") == "auto",
         check=check_bayes if name == BAYES else check_precision,
     )
 

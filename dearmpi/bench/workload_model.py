@@ -29,6 +29,7 @@ _MOST_QUANTIZED: Mapping[str, float] = {
     "sketch": 0.0,  # rounding waits
     "int8": 0.01,
     "int4": 0.15,
+    "auto": 0.15,  # which may take int4
     "powersgd": 0.0,  # if factors hold all
     **dict.fromkeys(SPARSE, 0.01),  # with a density of 1; parameters are of int8
 }
