@@ -1,13 +1,14 @@
-"""How much accuracy does each `compress` cost, beside what seeds differ by?
+"""How much accuracy do each `compress` and local steps cost, beside what seeds differ by?
 
 A small bytes-lm transformer, equal steps for all, three seeds each. Adam learns with what any
-optimizer bears, SGD with what needs one that is linear in the gradient. Buckets of any size are
-compressed.
+optimizer bears, SGD with what needs one that is linear in the gradient; "local" is Adam on ranks
+that train alone between exchanges. Buckets of any size are compressed.
 
 Usage: mpirun -n 2 python benchmarks/accuracy.py [STEPS [OPTIMIZER [WAY,...]]]
 By default 200 steps, Adam and SGD, and all ways; a way such as int8 is named as in the table.
+"local" is not among the default ones: mpirun -n 4 python benchmarks/accuracy.py 1800 local
 Prints for each way the bits per byte on held-out data, their mean over the seeds and what that is
-above the one of the same optimizer without compression, and the bytes of a step beside its.
+above the one of the same optimizer with dense gradients, and the bytes of a step beside its.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 import dearmpi
-from dearmpi import DistributedOptimizer, World
+from dearmpi import DistributedOptimizer, EngineConfig, LocalOptimizer, World
 from dearmpi.engine.bucket import bucket
 from dearmpi.train.tasks.bytes_lm import build_bytes_lm
 from dearmpi.train.tasks.task import Task, collate
@@ -34,7 +35,7 @@ WARMUP = 20
 SEEDS = (0, 1, 2)
 SAMPLES = 4  # of a rank in each step
 EVALUATED = 512
-RATES = {"Adam": 5e-3, "SGD": 0.1}
+RATES = {"Adam": 5e-3, "SGD": 0.1, "local": 5e-3}
 SPARSE = ("random-block", "random-k", "topk", "block-topk")
 DENSITY = 0.1
 
@@ -52,6 +53,16 @@ SGD: list[dict[str, Any]] = [
     {"compress": "powersgd", "gather": "gradients"},
     {"compress": "sketch"},
 ]
+DILOCO: dict[str, Any] = {"sync_every": 20, "outer_lr": 0.7, "outer_momentum": 0.9}
+BLOCKING: dict[str, Any] = {"fragments": 1, "delay": 0, "compress": "none"}
+STREAMING: dict[str, Any] = {"fragments": 3, "delay": 5, "compress": "int4"}
+LOCAL: list[dict[str, Any]] = [  # after so many steps with averaged gradients
+    {},
+    {"sync_after": 600, **DILOCO, **BLOCKING},
+    {"sync_after": 200, **DILOCO, **BLOCKING},
+    {"sync_after": 600, **DILOCO, **STREAMING},
+    {"sync_after": 600, **DILOCO, "outer_lr": 1.0, "outer_momentum": 0.5, **BLOCKING},
+]
 
 
 def train(
@@ -60,11 +71,16 @@ def train(
     """Bits per byte on held-out data, and bytes of the last step beside the dense ones."""
     model = deepcopy(build(seed).model)
     inner: torch.optim.Optimizer
-    if name == "Adam":
-        inner = torch.optim.Adam(model.parameters(), lr=RATES[name], betas=(0.9, 0.99))
-    else:
+    if name == "SGD":
         inner = torch.optim.SGD(model.parameters(), lr=RATES[name])
-    optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=4.0, **settings)
+    else:
+        inner = torch.optim.Adam(model.parameters(), lr=RATES[name], betas=(0.9, 0.99))
+    optimizer: DistributedOptimizer | LocalOptimizer
+    if "sync_every" in settings:
+        optimizer = LocalOptimizer(inner, model, world=world, **settings)
+    else:
+        config = EngineConfig(bucket_cap_mb=4.0, **settings)
+        optimizer = DistributedOptimizer(inner, model, world=world, config=config)
     curve = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / WARMUP) * (1.0 - step / num_steps)
     )
@@ -76,17 +92,21 @@ def train(
         batch = collate(task, [task.train_data[int(index)] for index in chosen])
         optimizer.zero_grad()
         task.loss(model, batch).backward()
-        optimizer.clip_grad_norm_(1.0 if name == "Adam" else math.inf)
+        optimizer.clip_grad_norm_(math.inf if name == "SGD" else 1.0)
         optimizer.step()
         curve.step()
     optimizer.synchronize()
     traffic = optimizer.traffic
+    if isinstance(optimizer, LocalOptimizer):
+        optimizer.show_anchor()
     optimizer.close()
     assert task.eval_data is not None
     held_out = collate(task, [task.eval_data[index] for index in range(EVALUATED)])
     with torch.no_grad():
         loss = float(task.loss(model, held_out)) * task.loss_scale
-    return loss, (traffic.reduced + traffic.gathered) / traffic.dense
+    after = settings.get("sync_after", 0) / num_steps
+    sent = (traffic.reduced + traffic.gathered) / traffic.dense / settings.get("sync_every", 1)
+    return loss, after + (1 - after) * sent
 
 
 @cache
@@ -98,7 +118,13 @@ def build(seed: int) -> Task:
 
 def name_of(settings: dict[str, Any]) -> str:
     """The way in words."""
-    return ", ".join(str(value) for value in settings.values()) or "fp32"
+    told = ("sync_after", "outer_lr", "outer_momentum", "fragments", "delay")
+    given = (
+        f"{key} {value}" if key in told else str(value)
+        for key, value in settings.items()
+        if DILOCO.get(key) != value
+    )
+    return ", ".join(given) or "fp32"
 
 
 def main() -> None:
@@ -107,9 +133,9 @@ def main() -> None:
     bucket._LEAST_COMPRESSED = 1
     warnings.simplefilter("ignore")  # of what is owed at the end
     num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
-    choices = {"Adam": ADAM, "SGD": SGD}
-    if len(sys.argv) > 2:
-        choices = {sys.argv[2]: choices[sys.argv[2]]}
+    choices = {"Adam": ADAM, "SGD": SGD, "local": LOCAL}
+    names = sys.argv[2:3] or ["Adam", "SGD"]
+    choices = {name: choices[name] for name in names}
     named = sys.argv[3].split(",") if len(sys.argv) > 3 else None
     begin_s = time.perf_counter()
     world = dearmpi.connect()
