@@ -112,6 +112,11 @@ def engine_setting(name: str) -> EngineSetting:
     return about
 
 
+WITH_OWNERS = "with comm_dtype='bf16' for half of the bytes"
+WITHOUT_OWNERS = "with gather='gradients' for optimizers that need whole tensors"
+"""What is there in the place of ``compress`` and of owners, which exclude each other."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How gradients are reduced and parameters gathered.
@@ -490,7 +495,7 @@ class EngineConfig:
             return
         name, cure = "gather", "shards out, since every rank updates all parameters"
         if self.compress != "none":
-            name, cure = "compress", "one of the two out; comm_dtype='bf16' goes with both"
+            name, cure = "compress", f"compress out, {WITH_OWNERS}, or shards, {WITHOUT_OWNERS}"
         elif self.update_on == "host":
             if self.has_weights and self.gather == "parameters":
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, MismatchError
+from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
@@ -91,8 +93,41 @@ def test_other_settings_keep_auto_from_owners() -> None:
 
     def rank(world: World) -> None:
         model = net()
-        with raises(ConfigError, "optimizer-needs-whole-tensors", "gather='gradients'"):
+        cures = ("comm_dtype='bf16'", "keep it with gather='gradients'")
+        with raises(ConfigError, "optimizer-needs-whole-tensors", *cures):
             DistributedOptimizer(PerTensor(model.parameters()), model, world=world, compress="int8")
+        kept = DistributedOptimizer(
+            PerTensor(model.parameters()), model, world=world, compress="int8", gather="gradients"
+        )
+        kept.close()
+
+    run_ranks(2, rank)
+
+
+def test_half_precision_travels_with_owners_and_what_is_cut() -> None:
+    """Both work on masters, of which replicas show all values rounded."""
+    start = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 40))
+    inputs = torch.randn(8, 12)
+
+    def rank(world: World) -> None:
+        model = copy.deepcopy(start)
+        inner = MuonWithAdamW(muon_groups(model, list(model.parameters())), lr=1e-4)
+        optimizer = DistributedOptimizer(inner, model, world=world, comm_dtype="bf16")
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(inputs + world.rank).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronize()
+        assert not all(bucket.cuts.is_even for bucket in optimizer.layout)
+        state = optimizer.state_dict()["state"]
+        params = [param for group in inner.param_groups for param in group["params"]]
+        before = dict(zip(model.parameters(), start.parameters(), strict=True))
+        assert len(state) == len(params) == 6
+        for index, param in enumerate(params):
+            master = state[index]["master"]
+            assert torch.equal(param, master.bfloat16().float())
+            assert float((master - before[param]).abs().max()) > 2e-4
+        optimizer.close()
 
     run_ranks(2, rank)
 
