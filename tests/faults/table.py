@@ -134,8 +134,8 @@ FAULTS = (
     Fault(
         "a ring overwrites a partial sum instead of adding to it",
         "comm/algorithms/ring.py",
-        "target.add_(self._scratch",
-        "target.copy_(self._scratch",
+        "self._part(self._lead + number).add_(",
+        "self._part(self._lead + number).copy_(",
         ("tests/unit/comm/algorithms/test_ring.py::test_every_rank_gets_its_shard_of_the_sum",),
     ),
     Fault(
