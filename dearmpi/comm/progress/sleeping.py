@@ -14,11 +14,15 @@ from dearmpi.comm.api.collectives import Movement
 from dearmpi.errors import CommError
 
 # An idle poller yields a few times, then sleeps for a share of the time it has already waited, so
-# that the last sleep adds only this share to a wait.
+# that the last sleep adds only this share to a wait. Each poll costs 50 us of a core.
 _NUM_YIELDS = 3
-_SLEEP_SHARE = 0.05
+_SLEEP_SHARE = 0.07
 _LEAST_SLEEP_S = 20e-6
-_MOST_SLEEP_S = 1e-3
+_MOST_SLEEP_S = 2e-3
+
+# While messages come in, the first sleeps take a share of what a message does: an operation that
+# has just begun has nothing to find before its first one.
+_SHARE_AT_FIRST = 0.1
 
 # It sleeps no more than half of the time of a ring's message: longer, the wire would run out of
 # messages, and each hop of a long ring would delay all later hops.
@@ -71,7 +75,7 @@ class Backoff:
         if self._num_idle <= _NUM_YIELDS:
             return 0.0
         now = time.perf_counter()
-        waited_s = _SLEEP_SHARE * (now - self._begin_s)
+        waited_s = max(_SLEEP_SHARE * (now - self._begin_s), _SHARE_AT_FIRST * self._message_s)
         message_s = _SHARE_OF_MESSAGE * max(self._message_s, now - self._moved_s)
         return min(_MOST_SLEEP_S, max(_LEAST_SLEEP_S, min(waited_s, message_s)))
 

@@ -216,9 +216,8 @@ def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module._Process, "progress", "thread")
     monkeypatch.setitem(sys.modules, "dearmpi.comm.backends.mpi", None)
     monkeypatch.delattr(dearmpi.comm.backends, "mpi", raising=False)
-    hook = sys.excepthook
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # a failed start replaces it
     yield
-    assert sys.excepthook is hook  # alone there is nobody to take along
     if module._Process.world is not None:
         module._Process.world.close()
         atexit.unregister(module._Process.world.close)
@@ -226,7 +225,9 @@ def _no_mpi(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_mpi")
 def test_without_mpi_a_process_is_a_world_of_its_own() -> None:
+    hook = sys.excepthook
     world = connect()
+    assert sys.excepthook is hook  # alone there is nobody to take along
     assert world.size == 1
     assert connect() is world
 
