@@ -118,9 +118,11 @@ def train_in_shares(
     folder: Path, world: World, num_steps: int, shares: Any
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Parameters in the end, and how many samples of each step this rank had."""
-    torch.manual_seed(0)
-    inputs = torch.randn(50, 6, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)  # its own, since ranks are threads here
+    inputs = torch.randn(50, 6, dtype=torch.float64, generator=generator)
     model = nn.Linear(6, 2).double()
+    for param in model.parameters():
+        nn.init.normal_(param, generator=generator)
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     optimizer = dearmpi.DistributedOptimizer(inner, model, world=world)
     sizes = []

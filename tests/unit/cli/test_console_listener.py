@@ -30,6 +30,8 @@ JOB = SimpleNamespace(
     units=lambda num_samples: 2 * num_samples,
     best=BestEvaluation(),
     batches=SimpleNamespace(shares=SimpleNamespace(weights=())),
+    local=None,
+    optimizer=SimpleNamespace(codec_choice=None),
 )
 
 OUTCOME = Outcome(
@@ -140,6 +142,18 @@ def test_a_slow_rank_is_named_once_with_its_host_and_again_after_it_recovered() 
     assert len(lines) == 2
     assert lines[0].startswith("rank 1 on n1 is slow: busy for 2 s per step, the other ranks for")
     assert "0.5 s, and they wait 1.5 s for it" in lines[0]
+
+
+def test_what_compress_auto_takes_is_said_once() -> None:
+    out = io.StringIO()
+    optimizer = SimpleNamespace(codec_choice=None)
+    job = SimpleNamespace(**{**vars(JOB), "optimizer": optimizer})
+    listener = ConsoleListener(cast(Job, job), Console(speaks=True, out=out), None)
+    listener.stepped(1)
+    optimizer.codec_choice = "compress: int8"
+    listener.stepped(2)
+    listener.stepped(3)
+    assert out.getvalue().count("compress: int8") == 1
 
 
 def test_the_ranks_of_a_slow_host_are_named_in_one_line() -> None:
