@@ -298,9 +298,21 @@ def _end_on_launch_error() -> None:
     sys.excepthook = report
 
 
+_NO_RENDEZVOUS = "environment variable MASTER_ADDR expected"  # what torch says
+_RENDEZVOUS_CURE = (
+    "dearmpi: something started torch.distributed in this job, as accelerate and transformers do "
+    "for CPUs, and mpirun sets no MASTER_ADDR. Run `python -m dearmpi SCRIPT`, or take what "
+    "dearmpi.integrations has for the framework"
+)
+
+
 def _describe(error: BaseException) -> str:
-    """The traceback; for an error of this package, first a line with the user's own place."""
+    """The traceback; for an error of this package, first a line with the user's own place; and what
+    to do where a framework has started torch.distributed.
+    """
     trace = "".join(traceback.format_exception(error)).rstrip()
+    if _NO_RENDEZVOUS in str(error):
+        return f"{trace}\n{_RENDEZVOUS_CURE}"
     origin = origin_of(error)
     if not isinstance(error, DearError) or not origin:
         return trace

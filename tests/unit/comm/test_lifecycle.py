@@ -183,3 +183,16 @@ def test_a_rank_under_which_mpi_has_failed_lets_the_one_that_knows_why_end_the_j
     with pytest.raises(SystemExit):
         run_ranks(2, fail)
     assert (3.0 in slept) == waits
+
+
+def test_a_framework_that_finds_no_rendezvous_is_told_what_to_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As accelerate with ``cpu=True`` does under mpirun."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="MASTER_ADDR") as raised:
+        dist.init_process_group("gloo", rank=0, world_size=2)
+    told = lifecycle._describe(raised.value)
+    assert told.endswith(lifecycle._RENDEZVOUS_CURE)
+    assert "python -m dearmpi" in told
+    assert not lifecycle._describe(ValueError("another")).endswith(lifecycle._RENDEZVOUS_CURE)
