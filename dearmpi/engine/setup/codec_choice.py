@@ -1,7 +1,7 @@
 """CodecChoice: ``compress="auto"``: what large buckets travel as, by a job's first iterations.
 
 They travel dense at first. Then rank 0 simulates an iteration with each way that any optimizer
-bears, by the layers' times, the link and what codecs compute, all of them measured in the job.
+bears. It knows the layers' times, the link and what codecs compute, all measured in the job.
 """
 
 from __future__ import annotations
