@@ -311,7 +311,7 @@ def _describe(error: BaseException) -> str:
     to do where a framework has started torch.distributed.
     """
     trace = "".join(traceback.format_exception(error)).rstrip()
-    if _NO_RENDEZVOUS in str(error):
+    if _NO_RENDEZVOUS in trace:  # not str(error), which may itself fail
         return f"{trace}\n{_RENDEZVOUS_CURE}"
     origin = origin_of(error)
     if not isinstance(error, DearError) or not origin:
