@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -273,6 +274,19 @@ def test_files_of_the_engine_import_few_of_the_package_and_their_constructors_ta
         if len(modules) > 10 or most > 8:
             crowded[path.name] = (len(modules), most)
     assert not crowded
+
+
+def test_no_file_and_no_class_has_the_name_of_another() -> None:
+    paths = [path for path in (ROOT / PACKAGE).rglob("*.py") if not path.name.startswith("__")]
+    classes = [
+        node.name
+        for path in paths
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    names = Counter([path.name for path in paths] + classes)
+    # The command of a plan is `plan`; the drop-in's SyncBatchNorm stands in for torch's.
+    assert {name for name, count in names.items() if count > 1} == {"plan.py", "SyncBatchNorm"}
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ class SettledBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class AllOf:
+class AllEvents:
     """The moment when all of several have passed."""
 
     events: tuple[DeviceEvent, ...]
@@ -276,7 +276,7 @@ class DirectCollectives(DeviceCollectives):
     def _cross(self, rows: Tensor, start: Start, *, out: slice, back: slice) -> Request:
         """What goes out and what comes back is MPI's affair."""
         request = TransferRequest(self._drive_for, 1)
-        written = AllOf(self._comm_stream.take_written(rows))
+        written = AllEvents(self._comm_stream.take_written(rows))
         buffer = SettledBuffer(rows.view(-1), self._device, self._stream)
         post = partial(request.post, partial(start, buffer))
         self._queue.submit(DeviceTransfer(lambda: written, post, request.landed))

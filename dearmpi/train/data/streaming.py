@@ -79,7 +79,7 @@ class StreamBatch:
     batch: Any
 
 
-class Stream:
+class StreamReader:
     """Reads ``data`` step by step, as the training data of a task. Each process has its own."""
 
     def __init__(self, data: Iterable[Any], batches: StreamBatches) -> None:

@@ -27,7 +27,7 @@ from dearmpi.train.checkpoint import check_model, optimizer_state_dict, paramete
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches, RankShares
 from dearmpi.train.data.loading import BatchLoader, open_loader
-from dearmpi.train.data.streaming import Stream, StreamBatches
+from dearmpi.train.data.streaming import StreamBatches, StreamReader
 from dearmpi.train.loop.averaging import Average
 from dearmpi.train.loop.blocks import prepare_blocks
 from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
@@ -74,7 +74,7 @@ class Job:
     average: Average | None = None
     scaler: GradScaler | None = None
     callbacks: tuple[object, ...] = ()
-    stream: Stream | None = None
+    stream: StreamReader | None = None
 
     @property
     def evaluated_model(self) -> nn.Module:
@@ -179,11 +179,11 @@ def prepare(
     with together(world):
         batches = share_samples(settings, task, world, snapshot)
         total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
-        stream: Stream | None = None
+        stream: StreamReader | None = None
         if isinstance(batches, Batches):
             _check_passes(batches, task, total_steps)
         else:
-            stream = Stream(task.train_data, batches)
+            stream = StreamReader(task.train_data, batches)
             _resume_stream(stream, batches, snapshot)
             task = replace(task, train_data=cast("Any", stream))
         average = _fill_model(task, settings, snapshot)
@@ -247,7 +247,7 @@ def _check_stream(settings: RunSettings, task: Task) -> None:
         )
 
 
-def _resume_stream(stream: Stream, batches: StreamBatches, snapshot: Snapshot | None) -> None:
+def _resume_stream(stream: StreamReader, batches: StreamBatches, snapshot: Snapshot | None) -> None:
     """Go on after the samples of the run that wrote ``snapshot``."""
     if snapshot is None:
         return
