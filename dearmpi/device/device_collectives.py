@@ -24,6 +24,7 @@ from dearmpi.grid import Grid
 
 Start = Callable[[Any], Request]
 StartCut = Callable[[Any, Cuts], Request]
+StartShards = Callable[[Any, Cuts | None], Request]
 _ALL = slice(None)
 
 
@@ -98,24 +99,13 @@ class DeviceCollectives(ABC):
         cuts: Cuts | None = None,
     ) -> Request:
         """All shards go out, the own one comes back."""
-        if cuts is not None and not cuts.is_even:
-            return self._begin_cut(
-                buffer,
-                cuts,
-                lambda sent, parts: self._collectives.start_reduce_scatter(
-                    sent, algorithm, wire_dtype=wire_dtype, cuts=parts
-                ),
-                out=_ALL,
-                back=self._own,
+
+        def start(sent: Any, parts: Cuts | None) -> Request:
+            return self._collectives.start_reduce_scatter(
+                sent, algorithm, wire_dtype=wire_dtype, cuts=parts
             )
-        return self._begin(
-            self._shards(buffer),
-            lambda sent: self._collectives.start_reduce_scatter(
-                sent, algorithm, wire_dtype=wire_dtype
-            ),
-            out=_ALL,
-            back=self._own,
-        )
+
+        return self._begin_shards(buffer, cuts, start, out=_ALL, back=self._own)
 
     def start_all_gather(
         self,
@@ -126,22 +116,13 @@ class DeviceCollectives(ABC):
         cuts: Cuts | None = None,
     ) -> Request:
         """The own shard goes out, all come back."""
-        if cuts is not None and not cuts.is_even:
-            return self._begin_cut(
-                buffer,
-                cuts,
-                lambda sent, parts: self._collectives.start_all_gather(
-                    sent, algorithm, wire_dtype=wire_dtype, cuts=parts
-                ),
-                out=self._own,
-                back=_ALL,
+
+        def start(sent: Any, parts: Cuts | None) -> Request:
+            return self._collectives.start_all_gather(
+                sent, algorithm, wire_dtype=wire_dtype, cuts=parts
             )
-        return self._begin(
-            self._shards(buffer),
-            lambda sent: self._collectives.start_all_gather(sent, algorithm, wire_dtype=wire_dtype),
-            out=self._own,
-            back=_ALL,
-        )
+
+        return self._begin_shards(buffer, cuts, start, out=self._own, back=_ALL)
 
     def start_all_reduce(self, buffer: Tensor, op: ReduceOp) -> Request:
         """Everything goes both ways."""
@@ -187,10 +168,16 @@ class DeviceCollectives(ABC):
         with failures_of(self._device):
             return self._cross(rows, start, out=out, back=back)
 
-    def _begin_cut(
-        self, buffer: Tensor, cuts: Cuts, start: StartCut, *, out: slice, back: slice
+    def _begin_shards(
+        self, buffer: Tensor, cuts: Cuts | None, start: StartShards, *, out: slice, back: slice
     ) -> Request:
-        """``_cross_cut``. Raises CommError, with the device's name, if the device fails."""
+        """``start`` on the shards of ``buffer``, with None for the cuts of equal ones.
+
+        Raises CommError, with the device's name, if the device fails.
+        """
+        if cuts is None or cuts.is_even:
+            rows = buffer.view(self.size, even_cuts(buffer.numel(), self.size).largest)
+            return self._begin(rows, lambda sent: start(sent, None), out=out, back=back)
         self._device.adopt_thread()
         with failures_of(self._device):
             return self._cross_cut(buffer, cuts, start, out=out, back=back)
@@ -208,9 +195,6 @@ class DeviceCollectives(ABC):
     @property
     def _own(self) -> slice:
         return slice(self.rank, self.rank + 1)
-
-    def _shards(self, buffer: Tensor) -> Tensor:
-        return buffer.view(self.size, even_cuts(buffer.numel(), self.size).largest)
 
     def _drive_for(self, request: TransferRequest) -> Movement:
         """``_drive``, once in a poll of them all: one request does it until it is over."""
