@@ -129,7 +129,12 @@ class ServedOptimizer:
     def _step(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         self._follow_attributes()
         vars(self.optimizer)[STEPPED_MARK] = True
-        return self.engine.step(closure)
+        was_choosing = self.engine.is_choosing
+        loss = self.engine.step(closure)
+        if was_choosing and not self.engine.is_choosing:  # buckets of another codec lie elsewhere
+            for model in self.models:
+                model.note_storage()
+        return loss
 
     def _follow_attributes(self) -> None:
         """What the script has set on the optimizer, the engine refuses where it has no effect."""

@@ -210,6 +210,10 @@ class ModelServing:
     def take(self, served: ServedOptimizer) -> None:
         """Have an engine that has just been made."""
         self.engines.append(served)
+        self.note_storage()
+
+    def note_storage(self) -> None:
+        """Parameters lie where an engine has put them."""
         self._storage = self._addresses()
 
     def wait(self) -> None:
@@ -244,14 +248,15 @@ class ModelServing:
             KnownOptimizers.own.add(never_stepped)
             settings = self.settings()
             settings |= EngineSettings(gather="gradients", buffers="keep")
-            if Chosen.choices.engine().keeps_unsent:  # which counts in steps that it never takes
+            choices = Chosen.choices.engine()
+            if choices.keeps_unsent or choices.compress == "auto":  # by steps, which it never takes
                 settings |= EngineSettings(compress="none")
             self._averager = DistributedOptimizer(
                 never_stepped, self._model, world=self._world, **settings
             )
             self._averager.keep_gradients()
         self._is_complete = True
-        self._storage = self._addresses()
+        self.note_storage()
 
     def _addresses(self) -> list[int]:
         return [param.data_ptr() for param in self.names]

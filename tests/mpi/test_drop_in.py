@@ -16,8 +16,10 @@ import dearmpi
 from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
 from dearmpi.config import Compress, Gather
+from dearmpi.drop_in.served_optimizer import KnownOptimizers
 from dearmpi.drop_in.serving import Choices, Chosen
 from dearmpi.drop_in.start import ZeroRedundancyOptimizer
+from dearmpi.engine.setup.codec_choice import CodecChoice
 from dearmpi.errors import ArgumentError, ConfigError, UsageError
 from tests.codes import raises
 from tests.mpi.ddp_scripts import SCRIPTS, Job, Trained, loss_of, network
@@ -136,6 +138,37 @@ def test_what_travels_may_be_compressed(
     limit = 0.02 if compress == "int8" else 0.3
     assert abs(wrapped - alone) < limit, (wrapped, alone)
     assert wrapped != alone or world.size == 1
+
+
+@pytest.mark.parametrize("gather", ["gradients", "parameters"])
+def test_what_travels_is_chosen_once(
+    gather: Gather, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where parameters then lie elsewhere, as they do after the script has moved a model."""
+    asked: list[int] = []
+
+    def predict(self: CodecChoice, micro_batches: int) -> dict[str, float]:
+        asked.append(micro_batches)
+        return {"fp32": 1.0, "int8": 0.5}
+
+    monkeypatch.setattr(CodecChoice, "_predict", predict)
+    monkeypatch.setattr(Chosen, "choices", Choices(gather=gather, compress="auto"))
+    torch.manual_seed(0)
+    model = dearmpi.DistributedDataParallel(nn.Linear(256, 257))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    losses: list[float] = []
+    for _ in range(16):
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    served = KnownOptimizers.served[optimizer]()
+    assert served is not None
+    assert asked == [1] and served.engine.config.compress == "int8"
+    assert losses[-1] < 0.5 * losses[0]
+    assert len(optimizer.state) == 2
 
 
 def test_a_half_precision_hook_sends_half_the_bytes(world: World) -> None:
