@@ -50,6 +50,9 @@ class Stopwatch:
     def saved(self, checkpoint: Path | None) -> None:
         pass
 
+    def chose_interval(self, save_time_s: float, checkpoint_s: float) -> None:
+        pass
+
     @property
     def seconds(self) -> list[float]:
         """From each step's end to the next one's."""

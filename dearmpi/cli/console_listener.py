@@ -127,6 +127,16 @@ class ConsoleListener:
         if checkpoint is not None:
             self.console.say(f"saved {checkpoint}")
 
+    def chose_interval(self, save_time_s: float, checkpoint_s: float) -> None:
+        """Say how far apart checkpoints are from here on, and why."""
+        line = (
+            f"checkpoints every {duration(save_time_s)} from here on: one stops training for "
+            f"{duration(checkpoint_s)}, and {self.job.world.size} rank(s) fail every "
+            f"{duration(3600 * (self.job.settings.mtbf_hours or 0) / self.job.world.size)}"
+        )
+        self.console.say(line)
+        logging.getLogger("dearmpi").info(line)
+
     def _rest(self, step: int) -> list[str]:
         """How long it will go on, with steps as fast as since the row before, and as long between
         them as so far.

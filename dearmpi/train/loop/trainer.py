@@ -31,6 +31,7 @@ from dearmpi.train.run.saving import Saver
 from dearmpi.train.run.steps import RunSteps
 
 MOST_SKIPS = 100  # in a row: then nothing is learned any more, and somebody should look
+_WORTH_TELLING = 0.1  # part by which the time between checkpoints must have changed
 
 
 class Listener(Protocol):
@@ -41,6 +42,8 @@ class Listener(Protocol):
     def measured(self, row: MetricsRow) -> None: ...
 
     def saved(self, checkpoint: Path | None) -> None: ...
+
+    def chose_interval(self, save_time_s: float, checkpoint_s: float) -> None: ...
 
 
 class Trainer:
@@ -77,6 +80,7 @@ class Trainer:
         self._evaluation: Evaluation | None = None
         self._broken_off = False
         self._num_skipped = self._skips_in_a_row = 0
+        self._told_save_s = 0.0
 
     def run(self) -> Outcome:
         """Train to the end of the run, or until any rank requests a stop (collective).
@@ -137,6 +141,10 @@ class Trainer:
         if self._timetable.mtbf_s is not None:
             (slowest_s,) = self._job.world.all_reduce([self._steps.checkpoint_s], "max")
             self._timetable = self._timetable.adapted(slowest_s)
+            chosen_s = self._timetable.save_time_s
+            if abs(chosen_s - self._told_save_s) > _WORTH_TELLING * self._told_save_s:
+                self._told_save_s = chosen_s
+                self._listener.chose_interval(chosen_s, slowest_s)
 
     def _take_step(self, *, row_due: bool) -> None:
         """Phases 1 and 2."""

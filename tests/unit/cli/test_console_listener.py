@@ -20,6 +20,7 @@ from dearmpi.train.loop.evaluation import BestEvaluation, Evaluation, Outcome
 from dearmpi.train.loop.job import Job
 from dearmpi.train.metrics.metrics import MetricsRow
 from dearmpi.train.metrics.step_times import RankTimes
+from dearmpi.train.settings.settings import RunSettings
 
 TASK = SimpleNamespace(loss_scale_name="percent", loss_scale=100.0, unit="points")
 JOB = SimpleNamespace(
@@ -190,3 +191,19 @@ def test_the_command_to_go_on_with_can_be_pasted() -> None:
     told = describe_stop(signal.SIGTERM, None, folder=Path("my runs/it's mine"))
     words = shlex.split(told.partition(" with ")[2])
     assert words[:4] == ["--run-folder", "my runs", "--name", "it's mine"]
+
+
+def test_the_chosen_time_between_checkpoints_is_told_with_its_reason() -> None:
+    out = io.StringIO()
+    narrator = make_narrator(out)
+    narrator.job = cast(
+        Job,
+        SimpleNamespace(
+            world=JOB.world, settings=RunSettings(checkpoint_interval="auto", mtbf_hours=10)
+        ),
+    )
+    narrator.chose_interval(1359.0, 50.0)
+    assert out.getvalue() == (
+        "checkpoints every 22 min 39 s from here on: one stops training for 50 s, and 2 rank(s) "
+        "fail every 5 h 0 min\n"
+    )

@@ -76,6 +76,7 @@ class Notes:
     steps: list[int] = field(default_factory=list)
     rows: list[MetricsRow] = field(default_factory=list)
     checkpoints: list[str] = field(default_factory=list)
+    intervals: list[tuple[float, float]] = field(default_factory=list)
 
     def stepped(self, step: int) -> None:
         self.steps.append(step)
@@ -86,6 +87,9 @@ class Notes:
     def saved(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:  # as on rank 0 alone
             self.checkpoints.append(checkpoint.name)
+
+    def chose_interval(self, save_time_s: float, checkpoint_s: float) -> None:
+        self.intervals.append((save_time_s, checkpoint_s))
 
 
 def train(job: Job, folder: Path, *, stop_after: int | None = None) -> tuple[Outcome, Notes]:

@@ -167,6 +167,8 @@ def test_checkpoints_are_as_far_apart_as_failures_make_best(
     )
     _, notes = train(make_job(alone, settings, make_task(loss, eval_count=0)), tmp_path)
     assert notes.checkpoints == [f"step-{step:08d}" for step in (3, 18, 20)]
+    ((save_time_s, checkpoint_s),) = notes.intervals
+    assert save_time_s == pytest.approx(1359, abs=1) and checkpoint_s == pytest.approx(50)
 
 
 def test_the_loss_of_a_row_is_the_mean_over_its_steps(alone: World, tmp_path: Path) -> None:

@@ -72,6 +72,9 @@ class Notes:
     def saved(self, checkpoint: Path | None) -> None:
         self.events.append("saved" if checkpoint is None else checkpoint.name)
 
+    def chose_interval(self, save_time_s: float, checkpoint_s: float) -> None:
+        pass
+
 
 def same(left: Any, right: Any) -> bool:
     """Equality of nested values with tensors in them, bit for bit."""
