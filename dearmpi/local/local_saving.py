@@ -18,7 +18,13 @@ from dearmpi.engine.readings import Readings
 from dearmpi.engine.state.sharded_state import LocalState
 from dearmpi.errors import CheckpointError, UsageError
 from dearmpi.local.anchor import Anchor
-from dearmpi.local.rank_state import as_outer, join_entries, pieces_of_outer, pieces_of_rank
+from dearmpi.local.rank_state import (
+    UNROUNDED,
+    as_outer,
+    join_entries,
+    pieces_of_outer,
+    pieces_of_rank,
+)
 from dearmpi.local.sync_settings import compare_ranks
 
 LOCAL = "local"  # the key of a state dict beside torch's own two
@@ -78,7 +84,10 @@ class LocalSaving(Readings):
         if self._dense is not None:
             return {}
         shared = self._anchor.shared
-        return {id(param): shared[name].detach() for name, param in self._trained.items()}
+        return {
+            id(param): shared[name].detach().to(param.dtype)
+            for name, param in self._trained.items()
+        }
 
     @untraced
     def local_state(self) -> LocalState:
@@ -90,7 +99,7 @@ class LocalSaving(Readings):
             return self._dense.local_state()
         outer, groups = self.outer.local_state(), self._optimizer.state_dict()["param_groups"]
         own = pieces_of_rank(
-            self._trained, self._optimizer.state, self._own_tensors(), rank=self.world.rank
+            self._trained, self._optimizer.state, self._kept_tensors(), rank=self.world.rank
         )
         return LocalState(
             groups, as_outer(outer.whole), own + pieces_of_outer(outer), as_outer(outer.owned)
@@ -109,9 +118,8 @@ class LocalSaving(Readings):
     def load_local_state(self, state_dict: dict[str, Any], progress: Mapping[str, Any]) -> None:
         """Go on from what all ranks have saved by ``local_state`` (collective).
 
-        The model must have the shared values, and must have had them when this optimizer was made.
-        Where there were other numbers of ranks, all go on from them, with the mean of the inner
-        optimizers' state, and a warning says so.
+        The model must have the shared values. Where there were other numbers of ranks, all go on
+        from them, with the mean of the inner optimizers' state, and a warning says so.
         """
         inner, local = join_entries(
             state_dict,
@@ -121,9 +129,10 @@ class LocalSaving(Readings):
             size=int(progress["world_size"]),
             is_own=int(progress["world_size"]) == self.world.size,
         )
-        anchor, outer = _copies(self._anchor.shared), self.outer.state_dict()
-        local |= {**progress, "rank": self.world.rank, "anchor": anchor}
+        anchor, outer = _copies(self._trained), self.outer.state_dict()
         local["parameters"] = anchor | local["parameters"]
+        anchor |= local.pop("unrounded")
+        local |= {**progress, "rank": self.world.rank, "anchor": anchor}
         local["outer"] = {**outer, "state": local["outer"]}
         self.load_state_dict({**inner, LOCAL: local})
 
@@ -157,6 +166,15 @@ class LocalSaving(Readings):
     def _own_tensors(self) -> dict[str, dict[str, Tensor]]:
         """By a parameter's name, what else this rank has of its own, shaped like it."""
         return {}
+
+    def _kept_tensors(self) -> dict[str, dict[str, Tensor]]:
+        """As ``_own_tensors``; rank 0 keeps shared values that a half-precision model rounds."""
+        kept = self._own_tensors()
+        if self.world.is_root:
+            for name, shared in self._anchor.shared.items():
+                if shared.dtype != self._trained[name].dtype:
+                    kept[name] = {**kept.get(name, {}), UNROUNDED: shared.detach()}
+        return kept
 
     def _take_own(self, local: Mapping[str, Any], is_own: bool) -> None:
         """Go on from ``own`` of ``local``, if it is of this rank (collective)."""

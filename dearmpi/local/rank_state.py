@@ -2,6 +2,7 @@
 
 An entry of a parameter's state is called after the rank that has it, such as ``rank3.exp_avg``;
 ``rank3.values`` is the parameter itself, ``rank3.own.correction`` what an algorithm keeps besides.
+``rank0.own.unrounded`` is what ranks share of a half-precision parameter, in fp32.
 Those of the outer optimizer are ``outer.``.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from dearmpi.engine.bucket.buffers import flattened, is_dense
 from dearmpi.engine.state.sharded_state import LocalState, StatePiece
 
+UNROUNDED = "unrounded"
 _VALUES, _OWN, _OUTER = "values", "own.", "outer."
 Entries = Mapping[str, Any]
 
@@ -93,17 +95,23 @@ def join_entries(
     is_own: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The inner optimizer's state in torch's form, and by name ``parameters``, what else a rank has
-    of its ``own`` and the ``outer`` optimizer's state, of what ``size`` ranks have saved.
+    of its ``own``, the ``outer`` optimizer's state and ``unrounded`` shared values, of what
+    ``size`` ranks have saved.
 
     is_own: they are those of ``rank``; else the mean of all.
     """
     if not has_ranks(saved["state"]):
-        return dict(saved), {"parameters": {}, "own": {}, "outer": {}}
+        return dict(saved), {"parameters": {}, "own": {}, "outer": {}, "unrounded": {}}
     names = {id(param): name for name, param in trained.items()}
     places = {name: place for place, name in enumerate(trained)}
     params = [param for group in groups for param in group["params"]]
     inner: dict[int, Any] = {}
-    local: dict[str, dict[Any, Any]] = {"parameters": {}, "own": {}, "outer": {}}
+    local: dict[str, dict[Any, Any]] = {
+        "parameters": {},
+        "own": {},
+        "outer": {},
+        "unrounded": {},
+    }
     for index, entries in saved["state"].items():
         name = names[id(params[index])]
         values, own = own_entries(entries, rank if is_own else 0)
@@ -112,6 +120,8 @@ def join_entries(
             inner[index] = found
         if values is not None:
             local["parameters"][name] = values
+        if (shared := entries.get(f"rank0.{_OWN}{UNROUNDED}")) is not None:
+            local["unrounded"][name] = shared
         if outer := outer_entries(entries):
             local["outer"][places[name]] = outer
     return {**saved, "state": inner}, local

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import CheckpointError
+from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.ranks.agreement import together
@@ -61,7 +62,7 @@ def load_together(world: World, path: Path) -> Snapshot:
 def restore(
     snapshot: Snapshot,
     model: nn.Module,
-    optimizers: Sequence[DistributedOptimizer],
+    optimizers: Sequence[DistributedOptimizer | LocalOptimizer],
     states: Mapping[str, Stateful],
 ) -> None:
     """Put ``snapshot`` into a model that is distributed, its optimizers and what was saved besides
@@ -74,6 +75,7 @@ def restore(
     own, tensors = split_tensors(snapshot.model)
     snapshot = replace(snapshot, model=own)
     with together(optimizers[0].world):
+        _check_kind(snapshot, optimizers[0])
         checkpoint.check_model(snapshot, model.state_dict())
         stored = snapshot.meta.get("states", {})
         if stored.keys() != states.keys():
@@ -94,11 +96,33 @@ def restore(
                 }
             )
     for optimizer, whole in zip(optimizers, wholes, strict=True):
-        optimizer.load_state_dict(whole)
+        if isinstance(optimizer, LocalOptimizer):
+            optimizer.load_local_state(whole, snapshot.meta["local"])
+        else:
+            optimizer.load_state_dict(whole)
+
+
+def _check_kind(snapshot: Snapshot, optimizer: DistributedOptimizer | LocalOptimizer) -> None:
+    """Raise CheckpointError where one of the two has local steps, and the other has none."""
+    is_local = isinstance(optimizer, LocalOptimizer)
+    if is_local == ("local" in snapshot.meta):
+        return
+    found, wanted = "averaged gradients", "local steps"
+    if not is_local:
+        found, wanted = wanted, found
+    raise CheckpointError(
+        f"the checkpoint of step {snapshot.step} is of {found}, and the optimizer a "
+        f"{type(optimizer).__name__}, of {wanted}; give the optimizer of the run that wrote it, "
+        "or start a new run from the model that dear-train export writes",
+        code="checkpoint-of-other-model",
+    )
 
 
 def _share_of(
-    snapshot: Snapshot, model: nn.Module, optimizer: DistributedOptimizer, num_optimizers: int
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: DistributedOptimizer | LocalOptimizer,
+    num_optimizers: int,
 ) -> dict[str, Any]:
     """The state of one of several optimizers; what no optimizer has is refused."""
     names = checkpoint.parameter_names(model, optimizer.param_groups)

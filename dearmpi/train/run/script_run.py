@@ -74,7 +74,7 @@ class Run:
         self,
         folder: str | Path,
         model: nn.Module,
-        optimizer: DistributedOptimizer | Sequence[DistributedOptimizer],
+        optimizer: DistributedOptimizer | LocalOptimizer | Sequence[DistributedOptimizer],
         *,
         states: Mapping[str, Stateful] = MappingProxyType({}),
         log_interval: int = 10,
@@ -86,7 +86,8 @@ class Run:
     ) -> None:
         """folder: on a file system that all hosts share. model: holds the parameters of all
         optimizers; for two networks ``nn.ModuleDict``. optimizer: one, or several of other
-        parameters. states: what is saved besides, by name: plain data and tensors.
+        parameters. Of local steps, one alone: checkpoints show the values that ranks share, and the
+        model keeps each rank's own. states: what is saved besides, by name: plain data and tensors.
 
         log_interval: steps per row of metrics. keep: checkpoints that stay. max_time_s: since the
         block began. trace: the first iteration to record, from 1, and the one before which it ends.
@@ -101,16 +102,11 @@ class Run:
                 "as trace a first iteration and a later one",
                 code="out-of-range",
             )
-        if isinstance(optimizer, LocalOptimizer):
-            raise ConfigError(
-                "Run does not save a LocalOptimizer; save its state_dict() on every rank, or train "
-                "by dear-train run --sync-every",
-                code="wrong-type",
-            )
-        several = [optimizer] if isinstance(optimizer, DistributedOptimizer) else list(optimizer)
         self._path, self._model = Path(folder), model
-        self._optimizer, *others = several
-        self._others = tuple(others)
+        self._optimizer, self._others = _apart(optimizer)
+        self._local = self._optimizer if isinstance(self._optimizer, LocalOptimizer) else None
+        if self._local is not None and trace is not None:
+            raise _refused_beside_local(f"trace is {trace}")
         self._world, self._states = self._optimizer.world, states
         self._log_interval, self._keep = log_interval, keep
         self._max_time_s, self._window = max_time_s, trace
@@ -229,6 +225,8 @@ class Run:
                 f"{num_samples} samples are fewer than a batch of {batch_size}; lower batch_size",
                 code="data-insufficient",
             )
+        if self._local is not None and shares != "even":
+            raise _refused_beside_local(f"shares is {shares!r}")
         world = self._world
         world.batch_share(batch_size, shares)  # the same on all ranks, and possible
         for warning in warn_of_batch_norm(shares, world, self._model, even="shares='even'"):
@@ -320,9 +318,10 @@ class Run:
         saver = Saver(state, folder.path, saved=lambda _: None, check_own=folder.check_own)
         # Traces of an earlier part stay where nothing is left to record.
         window = self._window if self._window is None or step + 1 < self._window[1] else None
-        if window is not None:
-            stop_tracing(self._optimizer)
-        self._tracing = open_tracing(self._model, self._optimizer, window, folder)
+        if isinstance(self._optimizer, DistributedOptimizer):
+            if window is not None:
+                stop_tracing(self._optimizer)
+            self._tracing = open_tracing(self._model, self._optimizer, window, folder)
         self._watch = StragglerWatch(SlowRanks(step), self._world.hosts)
         self._row_step = self._start_step = step
         if self._tracing is not None:
@@ -399,6 +398,7 @@ class Run:
             "world_size": self._world.size,
             "states": self._packed()[0],
             **stored_weights(weights),
+            **({} if self._local is None else {"local": self._local.progress()}),
         }
 
     def _packed(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -409,3 +409,26 @@ class Run:
             plain[name], found = pack_state(name, state.state_dict())
             tensors |= found
         return plain, tensors
+
+
+def _apart(
+    optimizer: DistributedOptimizer | LocalOptimizer | Sequence[DistributedOptimizer],
+) -> tuple[DistributedOptimizer | LocalOptimizer, tuple[DistributedOptimizer, ...]]:
+    """The first optimizer, and the others. Raises ConfigError for local steps beside others."""
+    if isinstance(optimizer, (DistributedOptimizer, LocalOptimizer)):
+        return optimizer, ()
+    first, *others = optimizer
+    if any(isinstance(one, LocalOptimizer) for one in (first, *others)):
+        raise ConfigError(
+            f"one of {1 + len(others)} optimizers is a LocalOptimizer, which Run serves alone; "
+            "give it by itself, made for all parameters",
+            code="settings-contradict",
+        )
+    return first, tuple(others)
+
+
+def _refused_beside_local(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, but the optimizer is a LocalOptimizer, which does not go with it; leave it out",
+        code="settings-contradict",
+    )

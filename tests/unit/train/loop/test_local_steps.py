@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dearmpi import LocalOptimizer, Run
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket import bucket
 from dearmpi.errors import CheckpointError, ConfigError
@@ -202,10 +201,3 @@ def test_settings_that_control_variates_lack_are_refused(more: dict[str, Any]) -
 def test_settings_without_effect_are_refused(name: str) -> None:
     with raises(ConfigError, "setting-without-effect", name, "sync_every"):
         RunSettings(**dict[str, Any]({name: 1}))
-
-
-def test_a_script_saves_local_steps_by_itself(alone: World, tmp_path: Path) -> None:
-    model = copy.deepcopy(TASK.model)
-    optimizer = LocalOptimizer.average(torch.optim.SGD(model.parameters(), 0.1), model, world=alone)
-    with raises(ConfigError, "wrong-type", "LocalOptimizer"):
-        Run(tmp_path, model, optimizer)  # type: ignore[arg-type]
