@@ -90,8 +90,8 @@ CASES: list[tuple[Make, int, torch.dtype]] = [
     *((streaming, stop, torch.float32) for stop in (6, 7)),
     (streaming, 7, torch.bfloat16),
     *((dense_first, stop, torch.float32) for stop in (4, 7)),
-    (codasca, 6, torch.float32),
-    (tamuna, 7, torch.float32),
+    *((codasca, 6, dtype) for dtype in (torch.float32, torch.bfloat16)),
+    *((tamuna, 7, dtype) for dtype in (torch.float32, torch.bfloat16)),
 ]
 
 
