@@ -1,10 +1,13 @@
 """How much faster do collectives within hosts and then between them carry a bucket than flat ones?
 
 Usage: bin/netlab up 2 200mbit; bin/netlab run -p 2 2 python -m benchmarks.two_level
+       bin/netlab up 4 200mbit --racks 2 --between 200mbit
+       bin/netlab run 4 python -m benchmarks.two_level --topology 2x2/1x1
 
 Reduce-scatters and all-gathers of buckets of 25 MB, two in flight, as the engine posts them: by a
-ring of all ranks, and on the grid of ``--topology``. Both take turns, so that the machine's drift
-favours neither. Prints the median of the slowest rank's times, and the ratio.
+ring of all ranks, and on the grid of ``--topology``; where that has rates, without them too. All
+take turns, so that the machine's drift favours none. Prints the median of the slowest rank's times,
+and the ratios.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -42,7 +46,10 @@ def main() -> None:
     channel = world.open_channel("benchmark", window=EngineConfig().window)
     ways = {
         "flat": CollectiveAlgorithms("ring"),
-        str(grid): CollectiveAlgorithms("ring", grid=grid),
+        **{
+            str(one): CollectiveAlgorithms("ring", grid=one)
+            for one in (replace(grid, rates=()), grid)
+        },
     }
     times: dict[str, list[list[float]]] = {name: [[], []] for name in ways}
     for number in range(given.repeats + 1):
@@ -66,8 +73,10 @@ def report(
         print(f"{'topology':10}{'reduce-scatter':>16}{'all-gather':>12}{'both':>8}")
         for name, halves in medians.items():
             print(f"{name:10}{row(halves)}")
-        flat, grid = medians.values()
-        print(f"two-level over flat: {sum(flat) / sum(grid):.2f}")
+        flat, grid, *evened = (sum(halves) for halves in medians.values())
+        print(f"two-level over flat: {flat / grid:.2f}")
+        for themis in evened:
+            print(f"Themis over flat: {flat / themis:.2f}, over two-level: {grid / themis:.2f}")
     world.leave()
 
 

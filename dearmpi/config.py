@@ -55,6 +55,8 @@ LEAST_COMPRESSED = 1 << 16
 # By default a bucket's shard is no smaller: a ring sends P - 1 of them, each with its start-up.
 _LEAST_SHARD_BYTES = 64 * 1024
 
+_RATE = r"\d{1,3}(?:\.\d{1,3})?"  # of a dimension: such numbers keep their digits as text
+
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
@@ -140,7 +142,9 @@ class EngineConfig:
     topology: how ranks are grouped for both operations: ``flat``, not at all; ``hosts``, first
         within hosts and then between them, which sends less between hosts of several ranks; or
         sizes such as ``2x4``, ranks in each dimension from inner to outer, those of a host first;
-        ``2x2@0,2,1,3`` numbers the ranks anew. A ``.json`` file names the hosts of each rack:
+        ``2x2@0,2,1,3`` numbers the ranks anew. ``2x4/10x5`` gives what a rank sends in each
+        dimension over a wire of its own: chunks then cross dimensions in the orders that even out
+        their loads (Themis, arXiv 2110.04478). A ``.json`` file names the hosts of each rack:
         ``{"racks": {"left": ["n0", "n1"], "right": ["n2", "n3"]}}``; one of ``dear-train calibrate
         --topology`` has a measured grid, which is taken where it predicts a gain of 3 % or more.
         The sums differ from those of ``flat`` in the last bits. Where hosts have different numbers
@@ -356,11 +360,19 @@ class EngineConfig:
             return
         is_known = self.topology in ("hosts", "auto") or self.topology_file is not None
         if not is_known and not re.fullmatch(
-            r"[1-9]\d{0,6}(x[1-9]\d{0,6})+(@\d{1,7}(,\d{1,7})*)?", self.topology
+            rf"[1-9]\d{{0,6}}(x[1-9]\d{{0,6}})+(/{_RATE}(x{_RATE})+)?(@\d{{1,7}}(,\d{{1,7}})*)?",
+            self.topology,
         ):
             raise ConfigError(
                 f"topology is {self.topology!r}; give flat, hosts, auto, the ranks in each "
                 "dimension, from inner to outer, such as 2x4, or a .json file of hosts and racks",
+                code="malformed-value",
+            )
+        rates = self.grid_rates
+        if rates and (len(rates) != len(self.grid_sizes) or min(rates) <= 0):
+            raise ConfigError(
+                f"topology is {self.topology!r}, with {len(rates)} rates for "
+                f"{len(self.grid_sizes)} dimensions; after / give one above 0 for each",
                 code="malformed-value",
             )
         order = self.grid_order
@@ -386,7 +398,15 @@ class EngineConfig:
         """What ``topology`` says of the ranks in each dimension; none unless it has sizes."""
         if self.topology_file is not None or not self.topology[:1].isdecimal():
             return ()
-        return tuple(map(int, self.topology.partition("@")[0].split("x")))
+        return tuple(map(int, self.topology.partition("@")[0].partition("/")[0].split("x")))
+
+    @property
+    def grid_rates(self) -> tuple[float, ...]:
+        """What a rank sends in each dimension, where ``topology`` says so."""
+        named = self.topology.partition("@")[0].partition("/")[2]
+        if self.topology_file is not None or not named:
+            return ()
+        return tuple(map(float, named.split("x")))
 
     @property
     def grid_order(self) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from dearmpi.chunk_orders import play, schedule
 from dearmpi.cuts import Cuts
 
 _LEAST_PIECE_BYTES = 1 << 16  # of a shard in a chunk: below, starts of messages count
@@ -28,6 +29,12 @@ Line = tuple[tuple[int, int], ...]
 """The stages that cross one dimension, in their order on every rank: (chunk, stage)."""
 
 
+def grid_text(sizes: Sequence[int], rates: Sequence[float] = ()) -> str:
+    """``2x4``, or with rates ``2x4/10x5``."""
+    text = "x".join(map(str, sizes))
+    return f"{text}/{'x'.join(f'{rate:g}' for rate in rates)}" if rates else text
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """A rank's coordinates are the digits of its place: the inner dimension counts first.
@@ -35,19 +42,23 @@ class Grid:
     sizes: ranks in each dimension, from inner to outer, each 2 or more; their product is the number
         of ranks. order: ranks by place, those of a host next to each other.
     orders: in which reduce-scatters of chunks cross the dimensions, by turns; one from inner to
-        outer if there is none.
+        outer if there is none. rates: what a rank sends in each dimension, which has a wire of its
+        own; only their ratios count. Chunks then take the orders of Themis, instead of ``orders``.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     orders: tuple[tuple[int, ...], ...] = ()
+    rates: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        return "x".join(map(str, self.sizes))
+        return grid_text(self.sizes, self.rates)
 
     @property
     def text(self) -> str:
-        """What ``topology`` says for this grid: sizes, and after ``@`` the ranks by place."""
+        """What ``topology`` says for this grid: sizes, after ``/`` rates, and after ``@`` the ranks
+        by place.
+        """
         is_numbered = self.order == tuple(range(self.num_ranks))
         return str(self) if is_numbered else f"{self}@{','.join(map(str, self.order))}"
 
@@ -56,23 +67,36 @@ class Grid:
         """Number of points."""
         return len(self.order)
 
-    def order_of(self, chunk: int) -> tuple[int, ...]:
-        """The dimensions as the reduce-scatter of ``chunk`` crosses them."""
-        if not self.orders:
-            return tuple(range(len(self.sizes)))
-        return self.orders[chunk % len(self.orders)]
+    def orders_for(self, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+        """By chunk, the dimensions as its reduce-scatter crosses them."""
+        if self.rates:
+            return _by_themis(self.sizes, self.rates, num_chunks)[0]
+        orders = self.orders or (tuple(range(len(self.sizes))),)
+        return tuple(orders[chunk % len(orders)] for chunk in range(num_chunks))
+
+    def stages(self, num_chunks: int, *, is_gather: bool = False) -> Line:
+        """All stages of one operation, (chunk, stage). None waits for one that comes later.
+
+        By chunk, all first stages before all second ones; by Themis in the order of its simulation,
+        of which an all-gather is the mirror image.
+        """
+        depth = len(self.sizes)
+        if not self.rates:
+            return tuple((chunk, stage) for stage in range(depth) for chunk in range(num_chunks))
+        served = _by_themis(self.sizes, self.rates, num_chunks)[1]
+        if not is_gather:
+            return served
+        return tuple((chunk, depth - 1 - stage) for chunk, stage in reversed(served))
 
     def lines(self, num_chunks: int, *, is_gather: bool = False) -> list[Line]:
-        """For each dimension, the stages that cross it in one operation.
+        """For each dimension, the stages that cross it in one operation, in their order.
 
-        Ranks that serve a dimension in different orders can wait for each other. All first stages
-        come before all second ones, by chunk: no stage waits for one that comes later here.
+        Ranks that serve a dimension in different orders can wait for each other.
         """
         found: list[list[tuple[int, int]]] = [[] for _ in self.sizes]
-        for stage in range(len(self.sizes)):
-            for chunk in range(num_chunks):
-                order = self.order_of(chunk)
-                found[order[-1 - stage if is_gather else stage]].append((chunk, stage))
+        orders = self.orders_for(num_chunks)
+        for chunk, stage in self.stages(num_chunks, is_gather=is_gather):
+            found[orders[chunk][-1 - stage if is_gather else stage]].append((chunk, stage))
         return [tuple(line) for line in found]
 
     def crosses_hosts(self, dimension: int, hosts: Sequence[str]) -> bool:
@@ -83,6 +107,55 @@ class Grid:
             names[place] != names[place - place // stride % size * stride]
             for place in range(len(names))
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """One of a grid's dimensions, as Themis sees it."""
+
+    num_ranks: int
+    rate: float
+    latency_s: float = 0.0
+
+    def transfer_s(self, nbytes: float) -> float:
+        return nbytes * (self.num_ranks - 1) / self.num_ranks / self.rate
+
+    @property
+    def with_slack(self) -> _Wire:
+        """A chunk reaches the next dimension later by as much as it takes here."""
+        return _Wire(self.num_ranks, self.rate, self.transfer_s(1.0))
+
+
+@lru_cache(maxsize=256)
+def _by_themis(
+    sizes: tuple[int, ...], rates: tuple[float, ...], num_chunks: int
+) -> tuple[tuple[tuple[int, ...], ...], Line]:
+    """Of a reduce-scatter: the order of each chunk, and its stages in the order of service.
+
+    Smallest first, but with slack: where a line held a stage just as its chunk is due, each delay
+    of one dimension would let another one idle.
+    """
+    wires = [_Wire(size, rate) for size, rate in zip(sizes, rates, strict=True)]
+    chunks = schedule(wires, float(num_chunks), is_even=True, num_chunks=num_chunks)
+    reduces = [chunk[: len(sizes)] for chunk in chunks]
+    _, served = play([wire.with_slack for wire in wires], reduces, is_smallest_first=True)
+    return tuple(tuple(one.dimension for one in chunk) for chunk in reduces), tuple(served)
+
+
+def parts_entering(sizes: Sequence[int], rates: Sequence[float] = ()) -> list[float]:
+    """Of a large buffer, what enters each dimension of ``sizes``: all of it enters the inner one,
+    of which a P-th is left for the next; with ``rates`` as Themis shares it out.
+    """
+    if not rates:
+        return [1 / math.prod(sizes[:number]) for number in range(len(sizes))]
+    found = [0.0] * len(sizes)
+    orders = _by_themis(tuple(sizes), tuple(rates), _MOST)[0]
+    for order in orders:
+        left = 1 / len(orders)
+        for dimension in order:
+            found[dimension] += left
+            left /= sizes[dimension]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ _LIBRARY = frozenset(
         "errors",
         "grid",
         "span",
+        "chunk_orders",
     }
 )
 _TORCH = frozenset({"torch_internals"})
@@ -47,10 +48,13 @@ BELOW: dict[str, frozenset[str]] = {
     "guessed": frozenset({"errors"}),
     "batch_shares": frozenset({"errors"}),
     "cuts": frozenset(),
-    "grid": frozenset({"cuts"}),
+    "chunk_orders": frozenset(),
+    "grid": frozenset({"cuts", "chunk_orders"}),
     "span": frozenset(),
     "torch_internals": frozenset(),
-    "plan": frozenset({"batch_shares", "config", "cuts", "errors", "grid", "version"}),
+    "plan": frozenset(
+        {"batch_shares", "chunk_orders", "config", "cuts", "errors", "grid", "version"}
+    ),
     "comm": frozenset({"batch_shares", "config", "cuts", "errors", "grid", "guessed"}),
     "device": _TORCH | {"tune", "plan", "comm", "config", "cuts", "errors", "grid"},
     "engine": _TORCH

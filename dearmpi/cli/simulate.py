@@ -396,7 +396,8 @@ def _compare_paper(console: Console) -> Sequence[PaperGain]:
 
 
 def _compare_themis(console: Console) -> Sequence[ThemisRow]:
-    from dearmpi.plan.simulate.themis import NUM_CHUNKS, PAPER, compare_themis
+    from dearmpi.chunk_orders import NUM_CHUNKS
+    from dearmpi.plan.simulate.themis import PAPER, compare_themis
     from dearmpi.report.draw.units import align
 
     rows = compare_themis()

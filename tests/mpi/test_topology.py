@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from dearmpi import DistributedOptimizer
 from dearmpi.bench.collective_times import measure_collectives
-from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, run_all
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError
@@ -38,14 +39,34 @@ def trained(world: World | None, **settings: Any) -> dict[str, torch.Tensor]:
         {"schedule": "wfbp"},
         {"shards": (1, 2, 0, 3)},
         {"bucket_cap_mb": None},
+        {"topology": "2x2/1x1"},
+        {"topology": "2x2/3x1@0,2,1,3", "gather": "gradients"},
     ],
 )
 def test_a_grid_trains_as_one_process_does(settings: dict[str, Any], world: World) -> None:
     """Bit by bit the same on all ranks, and up to rounding what plain torch trains."""
-    expected, found = trained(None), trained(world, topology="2x2", **settings)
+    expected, found = trained(None), trained(world, **{"topology": "2x2", **settings})
     for name, values in expected.items():
         assert torch.allclose(found[name], values, rtol=1e-10, atol=1e-10)
     assert len(set(world.all_gather_text(str(fingerprint(found))))) == 1
+
+
+def test_themis_sums_a_bucket_of_many_chunks_as_a_ring_does(world: World) -> None:
+    """6 MB in fp64: both operations on one buffer, as a bucket goes, ten times over."""
+    values = torch.randn(750_000, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    ways = [
+        CollectiveAlgorithms("ring"),
+        CollectiveAlgorithms("ring", grid=measured_grid(world, EngineConfig(topology="2x2/1x1"))),
+    ]
+    channel = world.open_channel("trial", window=2)
+    for repeat in range(10):
+        sums = [(values * (1 + world.rank + repeat)).clone() for _ in ways]
+        for way, buffer in zip(ways, sums, strict=True):
+            run_all(world, channel, [partial(way.start_reduce_scatter, buffer)])
+            run_all(world, channel, [partial(way.start_all_gather, buffer)])
+        assert torch.allclose(sums[0], sums[1], rtol=1e-10, atol=1e-10)
+        assert len(set(world.all_gather_text(str(fingerprint({"sum": sums[1]}))))) == 1
+    channel.close()
 
 
 def test_sizes_that_do_not_fit_are_refused(world: World) -> None:

@@ -44,6 +44,10 @@ def test_of_many_ranks_each_has_a_shard_worth_a_message(
         ({"topology": "2x0"}, "malformed-value"),
         ({"topology": "2x2@0,1,2"}, "malformed-value"),
         ({"topology": "2x2@0,1,2,2"}, "malformed-value"),
+        ({"topology": "2x2/1"}, "malformed-value"),
+        ({"topology": "2x2/1x1x1"}, "malformed-value"),
+        ({"topology": "2x2/1x0"}, "malformed-value"),
+        ({"topology": "2x2/1x-1"}, "malformed-value"),
         ({"topology": 4}, "wrong-type"),
         ({"topology": "hosts", "compress": "int8"}, "settings-contradict"),
         ({"topology": "2x2", "reduce_scatter": "exchange"}, "settings-contradict"),
@@ -56,6 +60,9 @@ def test_a_topology_that_cannot_be_is_refused(settings: dict[str, Any], code: st
     assert EngineConfig(topology="2x3x4").grid_sizes == (2, 3, 4)
     numbered = EngineConfig(topology="2x2@0,2,1,3")
     assert (numbered.grid_sizes, numbered.grid_order) == ((2, 2), (0, 2, 1, 3))
+    rated = EngineConfig(topology="2x2/10x2.5@0,2,1,3")
+    assert (rated.grid_sizes, rated.grid_rates) == ((2, 2), (10.0, 2.5))
+    assert rated.grid_order == (0, 2, 1, 3) and numbered.grid_rates == ()
     file = EngineConfig(topology="2x2.json")
     assert (file.grid_sizes, file.topology_file) == ((), "2x2.json")
 

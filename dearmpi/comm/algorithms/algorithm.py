@@ -58,6 +58,11 @@ class SendScheduler:
 
     def __init__(self) -> None:
         self._operations: list[RingOperation] = []
+        self._beside: dict[int, SendScheduler] = {}
+
+    def beside(self, number: int) -> SendScheduler:
+        """The scheduler of another wire of this rank, which all its communicators share too."""
+        return self._beside.setdefault(number, SendScheduler())
 
     def enter(self, operation: RingOperation) -> None:
         """Take ``operation``, which calls ``admits`` from now on."""

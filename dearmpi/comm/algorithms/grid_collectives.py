@@ -29,14 +29,24 @@ from dearmpi.grid import Grid, GridStage, Line, Peer, num_chunks, piece, stages_
 _WINDOW = 2  # stages open at once in a dimension, so that one is on the wire while one is added
 
 
-def grid_of(sizes: Sequence[int], hosts: Sequence[str], order: Sequence[int] = ()) -> Grid:
+def grid_of(
+    sizes: Sequence[int],
+    hosts: Sequence[str],
+    order: Sequence[int] = (),
+    rates: Sequence[float] = (),
+) -> Grid:
     """The grid of ``sizes``, from inner to outer, without dimensions of one rank.
 
     hosts: of each rank; the product of ``sizes`` is their number. order: ranks by place; those of a
-    host next to each other unless given.
+    host next to each other unless given. rates: of each dimension, or none, as in ``Grid``.
     """
     assert math.prod(sizes) == len(hosts), "a grid has a point for each rank"
-    return Grid(tuple(size for size in sizes if size > 1), tuple(order) or ring_order(hosts))
+    kept = [number for number, size in enumerate(sizes) if size > 1]
+    return Grid(
+        tuple(sizes[number] for number in kept),
+        tuple(order) or ring_order(hosts),
+        rates=tuple(rates[number] for number in kept) if rates else (),
+    )
 
 
 _GROUPS = ("ranks", "hosts", "racks")
@@ -88,7 +98,7 @@ def choose_grid(world: World, config: EngineConfig) -> Grid | None:
         return None
     if not sizes:
         return grid_of_places(world, config.topology, [(host,) for host in world.hosts])
-    grid = grid_of(sizes, world.hosts, config.grid_order)
+    grid = grid_of(sizes, world.hosts, config.grid_order, config.grid_rates)
     return grid if len(grid.sizes) > 1 else None  # one dimension is what a ring is made for
 
 
@@ -203,6 +213,7 @@ class GridOperation(Request):
         self._num_chunks = num_chunks(cuts, carrier.element_size())
         self.reached = [0] * self._num_chunks
         self._num_arrived, self._movement, self._is_over = 0, Movement.NONE, False
+        self._orders = grid.orders_for(self._num_chunks)
         lines = grid.lines(self._num_chunks, is_gather=self.is_gather)
         self._lanes = [
             DimensionLane(self, scheduler, line)
@@ -231,7 +242,7 @@ class GridOperation(Request):
 
     def messages(self, chunk: int, number: int) -> tuple[list[_Message], list[_Message]]:
         """What comes in and what goes out in stage ``number`` of ``chunk``; no empty ones."""
-        stages = stages_of(self._grid, self._transport.rank, self._grid.order_of(chunk))
+        stages = stages_of(self._grid, self._transport.rank, self._orders[chunk])
         stage = stages[-1 - number if self.is_gather else number]
         incoming, outgoing = self._parts(stage)
         return self._pieces(incoming, chunk), self._pieces(outgoing, chunk)
@@ -319,14 +330,19 @@ class GridAllGather(GridOperation):
 class GridAlgorithm:
     """Both operations on one communicator and one grid.
 
-    Dimensions that cross hosts share the scheduler of the rank's wires; the others have their own.
+    Dimensions that cross hosts share the scheduler of the rank's wire; with rates each has a wire
+    of its own. The others have one of their own.
     """
 
     def __init__(self, transport: MessagePassing, grid: Grid) -> None:
         self._transport, self._grid = transport, grid
         crosses = [grid.crosses_hosts(d, transport.hosts) for d in range(len(grid.sizes))]
-        inside = SendScheduler()
-        self._schedulers = [transport.scheduler if outer else inside for outer in crosses]
+        inside, wires = SendScheduler(), [transport.scheduler] * len(crosses)
+        if grid.rates:
+            first = crosses.index(True) if any(crosses) else 0
+            wires[first + 1 :] = map(transport.scheduler.beside, range(first + 1, len(crosses)))
+        pairs = zip(crosses, wires, strict=True)
+        self._schedulers = [wire if outer else inside for outer, wire in pairs]
 
     def start_reduce_scatter(self, buffer: Buffer, cuts: Cuts, *, carrier: Buffer) -> Request:
         """As in ``Algorithm``; takes scratch memory for what is to come in open stages."""

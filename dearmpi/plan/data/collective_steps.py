@@ -111,18 +111,17 @@ def grid_steps(grid: Grid, num_chunks: int, kind: Kind) -> CollectiveSteps:
     """What the engine does on ``grid``: two levels, or any dimensions and orders of chunks."""
     is_gather, depth = kind == "all-gather", len(grid.sizes)
     by_order: dict[tuple[int, ...], list[tuple[Message, ...]]] = {}
-    lines = grid.lines(num_chunks, is_gather=is_gather)
-    ordered = sorted((stage, chunk, d) for d, line in enumerate(lines) for chunk, stage in line)
+    orders = grid.orders_for(num_chunks)
     places: dict[tuple[int, int], int] = {}
     steps = []
-    for place, (stage, chunk, dimension) in enumerate(ordered):
-        order = grid.order_of(chunk)
+    for place, (chunk, stage) in enumerate(grid.stages(num_chunks, is_gather=is_gather)):
+        order = orders[chunk]
         if order not in by_order:
             by_order[order] = list(_stage_messages(grid, order, is_gather))
-        messages = by_order[order][depth - 1 - stage if is_gather else stage]
+        crossed = depth - 1 - stage if is_gather else stage
         places[chunk, stage] = place
         after = (places[chunk, stage - 1],) if stage else ()
-        steps.append(Step(chunk, dimension, messages, after))
+        steps.append(Step(chunk, order[crossed], by_order[order][crossed], after))
     return CollectiveSteps(kind, grid.num_ranks, num_chunks, _GRID_WINDOW, tuple(steps))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
+from dearmpi.grid import grid_text, parts_entering
 from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.cost import (
@@ -50,10 +51,11 @@ class Levels:
     costs: tuple[Costs, ...]
     hidden: float = 1.0
 
-    def at(self, sizes: Sequence[int]) -> tuple[LinkModel, LinkModel]:
+    def at(self, sizes: Sequence[int], rates: Sequence[float] = ()) -> tuple[LinkModel, LinkModel]:
         """A reduce-scatter and an all-gather of all ranks, ``sizes`` of which meet in dimensions.
 
-        Raises ConfigError for another number of dimensions.
+        rates: as in ``Grid``, where chunks cross them in the orders of Themis. Raises ConfigError
+        for another number of dimensions.
         """
         if len(sizes) != len(self.costs):
             raise ConfigError(
@@ -64,20 +66,22 @@ class Levels:
         costs = [one.at(size) for one, size in zip(self.costs, sizes, strict=True)]
         reduces = [one.reduce_scatter for one in costs]
         gathers = [one.all_gather for one in costs]
-        return self._pipelined(reduces, sizes), self._pipelined(gathers, sizes)
+        parts = parts_entering(sizes, rates)
+        return self._pipelined(reduces, parts), self._pipelined(gathers, parts)
 
-    def wire_s(self, sizes: Sequence[int], reduced: float, gathered: float) -> float:
+    def wire_s(
+        self, sizes: Sequence[int], reduced: float, gathered: float, rates: Sequence[float] = ()
+    ) -> float:
         """Least seconds for so many bytes reduced and gathered."""
-        reduce, gather = self.at(sizes)
+        reduce, gather = self.at(sizes, rates)
         return reduce.wire_s(reduced) + gather.wire_s(gathered)
 
-    def _pipelined(self, links: Sequence[LinkModel], sizes: Sequence[int]) -> LinkModel:
+    def _pipelined(self, links: Sequence[LinkModel], parts: Sequence[float]) -> LinkModel:
         """Chunks cross the dimensions one after the other, and are in several at the same time.
 
-        A dimension carries what those before it have left: of P ranks a P-th. While the busiest
-        works, the others do, except for one chunk.
+        parts: of a buffer, what enters each. While the busiest works, the others do, except for
+        one chunk.
         """
-        parts = [1 / math.prod(sizes[:number]) for number in range(len(sizes))]
         loads = [part * link.beta_s_per_byte for part, link in zip(parts, links, strict=True)]
         wires = [load * link.wire_share for load, link in zip(loads, links, strict=True)]
         beside = (1 - self.hidden * (1 - 1 / FEWEST_CHUNKS)) * (sum(loads) - max(loads))
@@ -93,7 +97,8 @@ class Network:
 
     name: what to call it. source: where the numbers are from, in words. node: where several ranks
         share one; the costs are then between nodes. levels: its dimensions, where they were
-        measured. sizes: the ranks in each, where DeAR goes dimension by dimension.
+        measured. sizes: the ranks in each, where DeAR goes dimension by dimension. rates: of each,
+        where it does so by Themis.
     """
 
     name: str
@@ -102,6 +107,7 @@ class Network:
     node: Node | None = None
     levels: Levels | None = None
     sizes: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
 
     def at(self, world_size: int) -> Costs:
         """Costs over ``world_size`` ranks, by the rounds and bytes of a ring.
@@ -125,8 +131,13 @@ class Network:
         costs = self.at(world_size)
         if not self.sizes or world_size == 1:
             return costs
-        reduce_scatter, all_gather = self._levels.at(self.sizes)
+        reduce_scatter, all_gather = self._levels.at(self.sizes, self.rates)
         return replace(costs, reduce_scatter=reduce_scatter, all_gather=all_gather)
+
+    @property
+    def topology(self) -> str:
+        """As DeAR goes: sizes, and after ``/`` rates; or ``flat``."""
+        return grid_text(self.sizes, self.rates) or "flat"
 
     @property
     def _levels(self) -> Levels:
@@ -146,21 +157,13 @@ class Network:
         """
         if text == "flat":
             return self
-        inner: tuple[int, ...] = ()
-        if self.levels is not None:
-            inner = tuple(one.world_size for one in self.levels.costs[:-1])
-        elif self.node is not None:
-            inner = (self.node.num_ranks,)
-        sizes = (*inner, world_size // math.prod(inner))
-        if text != "hosts":
-            sizes = tuple(map(int, text.split("x")))
-        elif not inner:
-            raise ConfigError(
-                f"topology is 'hosts', but nothing tells how many ranks of {self.name} share one; "
-                "give --ranks-per-node and --node-network, sizes, or a file of dear-train "
-                "calibrate --topology hosts",
-                code="setting-missing",
-            )
+        rates: tuple[float, ...] = ()
+        if text == "hosts":
+            sizes = self._sizes_by_hosts(world_size)
+        else:
+            named, _, rates_named = text.partition("/")
+            sizes = tuple(map(int, named.split("x")))
+            rates = tuple(map(float, rates_named.split("x"))) if rates_named else ()
         if math.prod(sizes) != world_size or min(sizes) < 2:
             raise ConfigError(
                 f"topology {'x'.join(map(str, sizes))} is of {math.prod(sizes)} ranks, but the "
@@ -168,9 +171,32 @@ class Network:
                 "size",
                 code="topology-misfit",
             )
-        found = replace(self, sizes=sizes, name=f"{self.name}, DeAR by {'x'.join(map(str, sizes))}")
+        if rates and self.levels is None:
+            raise ConfigError(
+                f"topology is {text!r}, but nothing tells what each dimension of {self.name} "
+                "costs; give a file of dear-train calibrate --topology, or leave the rates out",
+                code="setting-missing",
+            )
+        found = replace(self, sizes=sizes, rates=rates)
+        found = replace(found, name=f"{self.name}, DeAR by {found.topology}")
         found.grouped_at(world_size)  # which looks at the number of dimensions
         return found
+
+    def _sizes_by_hosts(self, world_size: int) -> tuple[int, ...]:
+        """As many ranks to each host as were measured, or share a node."""
+        inner: tuple[int, ...] = ()
+        if self.levels is not None:
+            inner = tuple(one.world_size for one in self.levels.costs[:-1])
+        elif self.node is not None:
+            inner = (self.node.num_ranks,)
+        if not inner:
+            raise ConfigError(
+                f"topology is 'hosts', but nothing tells how many ranks of {self.name} share one; "
+                "give --ranks-per-node and --node-network, sizes, or a file of dear-train "
+                "calibrate --topology hosts",
+                code="setting-missing",
+            )
+        return (*inner, world_size // math.prod(inner))
 
     def wire_s(self, world_size: int, num_bytes: float) -> float:
         """Least seconds for ``num_bytes`` reduced and gathered: of the busier link, where a bucket
@@ -182,7 +208,7 @@ class Network:
         if within is not None:
             least_s = max(least_s, within.wire_s(reduced) + within.wire_s(gathered))
         if self.sizes and world_size > 1:
-            least_s = min(least_s, self._levels.wire_s(self.sizes, reduced, gathered))
+            least_s = min(least_s, self._levels.wire_s(self.sizes, reduced, gathered, self.rates))
         return least_s
 
     def _links(self, world_size: int) -> tuple[LinkModel | None, Costs]:

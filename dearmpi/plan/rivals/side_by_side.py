@@ -84,7 +84,7 @@ class Comparison:
                 "source": self.network.source,
                 "reduce_scatter": asdict(costs.reduce_scatter),
                 "all_gather": asdict(costs.all_gather),
-                "topology": "x".join(map(str, self.network.sizes)) or "flat",
+                "topology": self.network.topology,
                 "dear": [asdict(grouped.reduce_scatter), asdict(grouped.all_gather)],
             },
             "device": self.profile.device,

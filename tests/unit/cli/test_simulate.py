@@ -250,6 +250,7 @@ def test_compression_sends_less_of_dear_alone(
         (["--topology", "hosts"], ["nothing tells", "--ranks-per-node"]),
         (["--topology", "8x4"], ["8x4", "32", "64"]),
         (["--topology", "auto"], ["--topology is auto", "8x8"]),
+        (["--topology", "8x8/1x1"], ["8x8/1x1", "calibrate --topology"]),
         (["--topology", "8x8", "--compress", "int8"], ["'8x8'", "'int8'"]),
         (["--topology", "8x8", "--picture", "a.svg"], ["--picture", "--topology"]),
         (

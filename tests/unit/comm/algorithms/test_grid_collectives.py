@@ -84,6 +84,48 @@ def test_random_grids_and_delays_come_to_their_end(
         _try(grid, hosts, chance)
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (2, 2, 2), (4, 2)])
+def test_themis_sums_what_a_flat_collective_does(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the rates and delays; each rank ends, with the same bits as the others."""
+    monkeypatch.setattr(grids, "_LEAST_PIECE_BYTES", 16)
+    monkeypatch.setattr(grids, "_ALIGNED", 1)
+    size = math.prod(shape)
+    hosts = tuple(f"n{rank}" for rank in range(size))
+    for seed in range(8):
+        chance = random.Random(seed)
+        monkeypatch.setattr(algorithm, "MOST_BYTES", chance.choice((0, 64, 1 << 20)))
+        rates = tuple(chance.choice((0.5, 1.0, 3.0)) for _ in shape)
+        _try(grid_of(shape, hosts, rates=rates if seed else (1.0,) * len(shape)), hosts, chance)
+
+
+def test_themis_evens_out_what_each_dimension_sends() -> None:
+    """2 x 2 over equal wires: 3/8 of a buffer in each, where two levels send 1/2 and 1/4."""
+    hosts = ("n0", "n1", "n2", "n3")
+    for rates, expected in (((), (8, 4)), ((1, 1), (6, 6)), ((2, 1), (8, 4))):
+        grid = grid_of((2, 2), hosts, rates=rates)
+        sent = [0, 0]
+        for order in grid.orders_for(8):
+            for stage in stages_of(grid, 0, order):
+                sent[stage.dimension] += sum(len(peer.shards) for peer in stage.after)
+        assert tuple(sent) == tuple(2 * part for part in expected)
+
+
+def test_dimensions_with_rates_have_a_wire_of_their_own() -> None:
+    """Which communicators of a rank share; memory of a host is none, and keeps its own."""
+    hosts = ("n0", "n0", "n1", "n1", "n2", "n2", "n3", "n3")
+    scheduler = SendScheduler()
+    ends = [Ends(Wires(), 0, hosts, scheduler, tag) for tag in (0, 100)]
+    with_rates = [
+        GridAlgorithm(end, grid_of((2, 2, 2), hosts, rates=(9, 1, 1)))._schedulers for end in ends
+    ]
+    assert with_rates[0][1:] == with_rates[1][1:] == [scheduler, scheduler.beside(2)]
+    assert scheduler not in (with_rates[0][0], scheduler.beside(2))
+    shared = GridAlgorithm(ends[0], grid_of((2, 2, 2), hosts))._schedulers
+    assert shared[1:] == [scheduler, scheduler]
+
+
 def _try(grid: Grid, hosts: tuple[str, ...], chance: random.Random) -> None:
     size, wires = grid.num_ranks, Wires()
     all_cuts = [cuts_of(chance, size) for _ in range(2)]
@@ -164,6 +206,7 @@ def test_hosts_give_the_sizes_of_the_grid() -> None:
     assert chosen("hosts", "abcd") == chosen("hosts", "aaaa") == ["None"] * 4
     assert chosen("1x4", "aabb") == chosen("flat", "aabb") == ["None"] * 4
     assert chosen("2x1x2", "aabb") == ["2x2"] * 4
+    assert chosen("2x1x2/3x9x1.5", "aabb") == ["2x2/3x1.5"] * 4
 
 
 def test_uneven_hosts_are_flat_with_a_line_that_says_why() -> None:

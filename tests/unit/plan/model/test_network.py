@@ -117,6 +117,23 @@ def test_dimensions_over_one_wire_have_fewer_rounds_and_the_bytes_of_a_ring() ->
     )
 
 
+def test_themis_shares_out_what_two_levels_would_leave_idle() -> None:
+    """2 x 2 over equal wires of their own: 3/4 of a buffer enters each, not 1 and 1/2."""
+    network = parse_network("1e-3,8e-9")
+    assert network is not None
+    measured = replace(network, levels=Levels((level(0.0, 8e-9, 2), level(0.0, 8e-9, 2))))
+    two, even = (
+        measured.with_topology(text, 4).grouped_at(4).reduce_scatter.wire_s(1e6)
+        for text in ("2x2", "2x2/1x1")
+    )
+    assert even == pytest.approx(0.75 * two)
+    named = measured.with_topology("2x2/1x2.5", 4)
+    assert named.topology == "2x2/1x2.5" and "DeAR by 2x2/1x2.5" in named.name
+    assert named.wire_s(4, 1e6) <= measured.with_topology("2x2", 4).wire_s(4, 1e6)
+    with raises(ConfigError, "setting-missing", "2x2/1x1", "calibrate --topology"):
+        network.with_topology("2x2/1x1", 4)
+
+
 def test_hosts_are_the_nodes_or_what_was_measured() -> None:
     network = parse_network("1e-3,8e-9")
     assert network is not None

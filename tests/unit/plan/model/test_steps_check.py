@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
+from dearmpi import chunk_orders
 from dearmpi.errors import ConfigError
 from dearmpi.grid import Grid
 from dearmpi.plan.data.collective_steps import (
@@ -23,8 +24,7 @@ from dearmpi.plan.data.collective_steps import (
     ring_steps,
 )
 from dearmpi.plan.model.steps_check import check_steps
-from dearmpi.plan.simulate import themis
-from dearmpi.plan.simulate.themis import TOPOLOGIES, Dimension
+from dearmpi.plan.simulate.themis import TOPOLOGIES
 from tests.codes import raises
 
 KINDS = get_args(Kind)
@@ -54,7 +54,7 @@ def test_1024_ranks_are_right(kind: Kind) -> None:
     """As many as can be checked: two levels, and by Themis the orders of its own network."""
     check_steps(grid_steps(grid_of(32, 32), 1, kind))
     dimensions = TOPOLOGIES["3D-SW_SW_SW_hetero"]
-    chunks = themis.schedule(dimensions, 1e9, is_even=True)
+    chunks = chunk_orders.schedule(dimensions, 1e9, is_even=True)
     orders = list(dict.fromkeys(tuple(one.dimension for one in chunk[:3]) for chunk in chunks))
     assert len(orders) > 1
     sizes = tuple(one.num_ranks for one in dimensions)
@@ -77,12 +77,23 @@ def test_one_wrong_shard_among_1024_ranks_is_found(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_orders_of_themis_are_right(kind: Kind) -> None:
-    dimensions = [Dimension(2, 800, 700, "switch"), Dimension(3, 800, 700, "ring")]
-    chunks = themis.schedule(dimensions, 1e8, is_even=True)
-    orders = tuple(tuple(one.dimension for one in chunk[:2]) for chunk in chunks)
-    assert len(set(orders)) == 2
-    check_steps(grid_steps(grid_of(2, 3, orders=orders), len(orders), kind))
+@pytest.mark.parametrize(
+    ("sizes", "rates"),
+    [
+        ((2, 2), (1, 1)),
+        ((2, 3), (1, 1)),
+        ((2, 2, 2), (1, 1, 1)),
+        ((4, 2), (10, 7)),
+        ((8, 4), (1, 3)),
+    ],
+)
+@pytest.mark.parametrize("num_chunks", [1, 5, 64])
+def test_what_the_engine_does_by_themis_is_right(
+    sizes: tuple[int, ...], rates: tuple[float, ...], num_chunks: int, kind: Kind
+) -> None:
+    """No rank waits for ever in the lines of stages that its simulation gives."""
+    grid = Grid(sizes, tuple(range(math.prod(sizes))), rates=rates)
+    check_steps(grid_steps(grid, num_chunks, kind))
 
 
 def test_more_ranks_are_refused() -> None:

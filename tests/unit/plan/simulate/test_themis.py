@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dearmpi.chunk_orders import Crossing, schedule, seconds
 from dearmpi.plan.simulate.themis import (
     PAPER,
     TOPOLOGIES,
-    Crossing,
     Dimension,
     ThemisRow,
     compare_themis,
-    schedule,
-    seconds,
 )
 
 GIGABYTE = 1_000_000_000
