@@ -82,6 +82,7 @@ class BucketRuntime:
     shown: of compressed parameters, what replicas show of the own shard; None of others.
     owed: averages that ranks had not sent, for the next step: of the own shard, or with
         ``gather="gradients"`` of the whole bucket.
+    counts_owed: the reduced gradients have ``owed`` in them; it lasts until an update uses them.
     travels_as_factors: until gradients are gathered, the own shard holds factors, which have their
         norm, and no elements.
     keeps_unused: whether what arrives of a parameter that no rank uses waits for its next use; not
@@ -113,6 +114,7 @@ class BucketRuntime:
         self.state = BucketState.IDLE
         self.shown: Tensor | None = None
         self.owed: Tensor | None = None
+        self.counts_owed = False
         self.travels_as_factors = False
         self.keeps_unused = False
         self.loss_scale = 1.0
@@ -357,11 +359,19 @@ class BucketRuntime:
         return ""
 
     def average(self) -> None:
-        """Turn the own shard's sum into the mean, plus what an earlier backprop left."""
-        self.gradients.shard.div_(self.spec.world_size)
+        """Turn the own shard's sum into the mean, plus what an earlier backprop left, and what is
+        owed: clipping has to see that as well.
+        """
+        shard = self.gradients.shard.div_(self.spec.world_size)
         if self._carried is not None:
-            self.gradients.shard.add_(self._carried)
+            shard.add_(self._carried)
             self._carried = None
+        if self.owed is not None and not (self.counts_owed or self.travels_as_factors):
+            own = self.owed
+            if self.parameters is None:  # what is owed is of the whole bucket
+                own = own[slice(*self.spec.shard_range(self._rank))]
+            shard[: len(own)].add_(own.to(shard), alpha=self.loss_scale)
+            self.counts_owed = True
 
     def fill_nan(self) -> None:
         """Fill what other ranks own of the parameters with NaN, until the gather brings it.
@@ -396,6 +406,7 @@ class BucketRuntime:
         """Back to the start of an iteration."""
         self.memory.give_up()
         self.tracker.reset()
+        self.counts_owed = False
         self.move_to(BucketState.IDLE)
 
     def check_storage(self) -> None:

@@ -169,8 +169,9 @@ class Pipeline:
             return
         scale = self._state.read_loss_scale()
         for bucket, codec in zip(self._state.buckets, self._codecs.reduce, strict=True):
-            if 0 < scale != bucket.loss_scale and codec.keeps:
-                codec.rescale(scale / bucket.loss_scale)
+            if 0 < scale != bucket.loss_scale:
+                if codec.keeps:
+                    codec.rescale(scale / bucket.loss_scale)
                 bucket.loss_scale = scale
 
     def close(self) -> None:

@@ -155,8 +155,8 @@ class ShardUpdate:
             if run.master is not None:
                 run.master.refresh()
             run.values.grad = run.gradients
-            if self.bucket.owed is not None:
-                run.values.grad = run.values.grad + self.bucket.owed[run.range]
+            if self.bucket.counts_owed:
+                assert self.bucket.owed is not None
                 self.bucket.owed[run.range] = 0.0
             members.setdefault(run.group, []).append(run.values)
         if self._shard.shown is not None:  # before it is changed, of what has no gradient as well
@@ -165,7 +165,7 @@ class ShardUpdate:
         for run in self.runs:
             if run.master is not None and not unused.intersection(run.slots):
                 run.master.publish()
-        if self.bucket.owed is not None and not unused:
+        if self.bucket.counts_owed and not unused:
             self.bucket.owed = None
         self._shard.send_back()
 
@@ -175,7 +175,7 @@ class ShardUpdate:
         if bool(gradients.any()):
             if self.bucket.owed is None:
                 self.bucket.owed = torch.zeros_like(self._shard.parameters)
-            self.bucket.owed[run.range] += gradients
+            self.bucket.owed[run.range] = gradients  # with what was owed before
 
     def split(self) -> None:
         """Make every slot a run of its own; the optimizer's state is cut accordingly."""

@@ -211,12 +211,11 @@ class WholeUpdate:
                 if slot in self._masters:
                     self._masters[slot].refresh()
                 alias.grad = self.bucket.gradients.views[slot].to(alias.dtype)
-                if self.bucket.owed is not None and not self.bucket.travels_as_factors:
-                    alias.grad = alias.grad + self._owed(slot)  # else the next factors have it
+                if self.bucket.counts_owed:
                     self._owed(slot).zero_()
                 members.setdefault(self._groups[slot], []).append(alias)
         step_on(self._optimizer, options, members)
-        if not unused and not self.bucket.travels_as_factors:
+        if self.bucket.counts_owed and not unused:
             self.bucket.owed = None
         for slot in self._masters.keys() - unused:
             self._masters[slot].publish()

@@ -547,6 +547,52 @@ def test_every_rank_takes_up_what_is_owed_where_gradients_are_gathered() -> None
         torch.testing.assert_close(model["weight"], whole, rtol=0, atol=1e-5)
 
 
+@turns_of(
+    after=[None, {}, {"gather": "gradients"}, {"shards": "whole"}],
+    compress=SPARSE,
+    scale=[1.0, 64.0],
+    size=[2, 3],
+)
+def test_clipping_bounds_what_is_owed_too(
+    after: dict[str, Any] | None, compress: Compress, scale: float, size: int
+) -> None:
+    """After the state is read, or loaded by a run ``after``, all of it counts in one step."""
+
+    def rank(world: World) -> tuple[float, float, Tensor]:
+        model = nn.Linear(31, 20, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, world=world, compress=compress, density=0.05)
+        for step in range(5):
+            optimizer.zero_grad()
+            (model.weight * whole_gradients(step, world.rank)).sum().backward()
+            optimizer.step()
+        start = copy.deepcopy(optimizer.state_dict())
+        assert bool(start["state"][0]["owed"].any())
+        if after is not None:
+            optimizer.close()
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = DistributedOptimizer(inner, model, world=world, **after)
+            optimizer.load_state_dict(start)
+        optimizer.follow_loss_scale(lambda: scale)
+        optimizer.zero_grad()
+        (scale * model.weight * whole_gradients(5, world.rank)).sum().backward()
+        optimizer.scale_gradients_(1 / scale)
+        norm = float(optimizer.clip_grad_norm_(0.5))
+        optimizer.step()
+        now = optimizer.state_dict()["state"].get(0, {}).get("master", copies(model)["weight"])
+        moved = now - start["state"][0]["master"]
+        optimizer.close()
+        expected = float((start["state"][0]["owed"] + mean_of(range(5, 6), size)).norm())
+        return norm, expected, moved
+
+    for norm, expected, moved in run_ranks(size, rank):
+        assert float(moved.norm()) <= 0.5 + 1e-5
+        if after is not None:  # then all of the gradient travels
+            assert norm == pytest.approx(expected, rel=1e-5)
+            assert float(moved.norm()) == pytest.approx(0.5, rel=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("compress", ["int8", "int4", "nonzero", *SPARSE])
 def test_a_default_dtype_changes_nothing(compress: Compress, dtype: torch.dtype) -> None:
