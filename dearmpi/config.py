@@ -114,9 +114,10 @@ def engine_setting(name: str) -> EngineSetting:
     return about
 
 
-WITH_OWNERS = "with comm_dtype='bf16' for half of the bytes"
-WITHOUT_OWNERS = "with gather='gradients' for optimizers that need whole tensors"
-"""What is there in the place of ``compress`` and of owners, which exclude each other."""
+CURE_BY_COMPRESS = "take compress 'int8' or 'int4'"
+CURE_BY_GATHER = "with gather='gradients' for optimizers that need whole tensors"
+"""Where a ``compress`` excludes owners: what to take in its place, and in theirs."""
+_SERVES_ANY_SHARDS = ("none", "int8", "int4", "auto")  # of ``compress``
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,15 +514,15 @@ class EngineConfig:
             self._check_weights()
         if self.can_own_tensors or not (self.has_weights or self.shards == "whole"):
             return
-        name, cure = "gather", "shards out, since every rank updates all parameters"
-        if self.compress != "none":
-            name, cure = "compress", f"compress out, {WITH_OWNERS}, or shards, {WITHOUT_OWNERS}"
+        name, cure = "gather", "leave shards out, since every rank updates all parameters"
+        if self.compress not in _SERVES_ANY_SHARDS:
+            name, cure = "compress", f"{CURE_BY_COMPRESS}, or leave shards out, {CURE_BY_GATHER}"
         elif self.update_on == "host":
             if self.has_weights and self.gather == "parameters":
                 return
-            name, cure = "update_on", "one of the two out"
+            name, cure = "update_on", "leave one of the two out"
         raise ConfigError(
-            f"shards is {self.shards!r}, but {name} is {getattr(self, name)!r}; leave {cure}",
+            f"shards is {self.shards!r}, but {name} is {getattr(self, name)!r}; {cure}",
             code="settings-contradict",
         )
 
@@ -563,8 +564,8 @@ class EngineConfig:
     @property
     def can_own_tensors(self) -> bool:
         """Whether these settings serve shards of different lengths."""
-        is_plain = self.compress == "none" and self.update_on == "device"
-        return is_plain and self.gather == "parameters"
+        is_served = self.compress in _SERVES_ANY_SHARDS and self.update_on == "device"
+        return is_served and self.gather == "parameters"
 
     @property
     def is_lossy(self) -> bool:

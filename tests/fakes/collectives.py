@@ -13,7 +13,6 @@ from dearmpi.comm.api.collectives import (
     Completed,
     ReduceOp,
     Request,
-    even_shards,
     shards_of_buffer,
 )
 from dearmpi.config import ReduceScatter, WireDtype
@@ -53,10 +52,10 @@ class FakeCollectives:
         """Fill ``buffer`` with every rank's shard of it."""
         return self._post_shards("AG", buffer, algorithm, wire_dtype, cuts)
 
-    def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
+    def start_exchange(self, sent: Buffer, arrived: Buffer, *, cuts: Cuts | None = None) -> Request:
         """Send each rank its shard of ``sent``."""
-        even_shards("EX", sent, self.size)
-        operation = self._hub.post(self.rank, self._communicator, "EX", sent, None, sent)
+        cuts = shards_of_buffer("EX", sent, self.size, cuts)
+        operation = self._hub.post(self.rank, self._communicator, "EX", sent, None, sent, cuts=cuts)
         return FakeRequest(self._hub, operation, self.rank, arrived)
 
     def reserve(self) -> AbstractContextManager[None]:

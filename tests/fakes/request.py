@@ -23,7 +23,9 @@ class FakeRequest(Request):
         self._buffer, self._fault = buffer, operation.faults.get(rank)
         self._done = False
         if buffer is not None:
-            if operation.kind in ("AG", "EX"):
+            if operation.kind == "EX":  # a shard from each rank, all of one length
+                spoil(buffer, keep=rank, size=hub.size)
+            elif operation.kind == "AG":
                 spoil(buffer, keep=rank, size=hub.size, cuts=operation.cuts)
             elif operation.kind != "BC" or rank != operation.detail:
                 spoil(buffer)
@@ -58,12 +60,12 @@ class FakeRequest(Request):
                 f"rank {self._rank}: the buffer of {self._operation.label} was written to while "
                 "the operation was in flight"
             )
-        cuts = self._operation.cuts or even_cuts(buffer.numel(), self._hub.size)
-        own = cuts.slice_of(self._rank)
+        arrives = even_cuts(buffer.numel(), self._hub.size)
+        own = (self._operation.cuts or arrives).slice_of(self._rank)
         if self._operation.kind == "EX":
             for rank, sent in enumerate(self._operation.result):
                 if rank != self._rank:
-                    buffer[cuts.slice_of(rank)].copy_(sent[own])
+                    buffer[arrives.slice_of(rank)].copy_(sent[own])
             return
         if self._operation.kind != "RS":
             buffer.copy_(self._operation.result)

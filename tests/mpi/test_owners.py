@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
+from dearmpi.config import Compress
 from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.data.schedule import build_schedule
@@ -251,6 +252,42 @@ def test_muon_on_matrices_and_adamw_on_the_rest(world: World, apart: bool) -> No
     assert_equal_on_all_ranks(found, world)
     expected = train_mixed(None, world.size, apart=apart)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+PLANE = torch.linspace(-0.25, 0.25, 64)
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("compress", ["int8", "int4"])
+def test_owners_send_quantized_what_replicas_then_show(world: World, compress: Compress) -> None:
+    """Replicas are equal to the bit, and learn what they learn in fp32, from half of the bytes:
+    what is left out of one step is in the next one.
+    """
+    losses, traffic = [], []
+    for way in ("none", compress):
+        torch.manual_seed(6)
+        model = nn.Sequential(nn.Linear(64, 400), nn.Tanh(), nn.Linear(400, 300), nn.Linear(300, 1))
+        inner = MuonWithAdamW(mixed(model), lr=0.01)
+        optimizer = DistributedOptimizer(inner, model, world=world, compress=way, check_every=5)
+        assert not any(bucket.cuts.is_even for bucket in optimizer.layout)
+        found = []
+        for step in range(30):
+            generator = torch.Generator().manual_seed(step * world.size + world.rank)
+            inputs = torch.randn(32, 64, generator=generator)
+            optimizer.zero_grad()
+            loss = (model(inputs)[:, 0] - inputs @ PLANE).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        optimizer.synchronize()
+        assert_equal_on_all_ranks(copies(model), world)
+        losses.append(world.all_reduce([found[0], sum(found[-5:]) / 5], "mean"))
+        traffic.append(optimizer.traffic.reduced + optimizer.traffic.gathered)
+        optimizer.close()
+    (first, dense), (_, quantized) = losses
+    assert dense < first / 3
+    assert quantized == pytest.approx(dense, rel=0.03 if compress == "int8" else 0.25)
+    assert traffic[1] < traffic[0] / 2  # one bucket is too small to be compressed
 
 
 def test_state_of_parameters_that_are_cut_follows_them(world: World) -> None:

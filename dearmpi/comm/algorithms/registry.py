@@ -21,7 +21,6 @@ from dearmpi.comm.api.collectives import (
     Collectives,
     Completed,
     Request,
-    even_shards,
     shards_of_buffer,
 )
 from dearmpi.comm.progress.channel import Channel
@@ -149,8 +148,8 @@ class AlgorithmCollectives(MessagePassing):
         finish = partial(copy, sent, into=buffer)
         return ScratchRequest(self.scratch, start(sent, cuts), held=[held], finish=finish)
 
-    def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
-        cuts = even_shards("exchange", sent, self.size)
+    def start_exchange(self, sent: Buffer, arrived: Buffer, *, cuts: Cuts | None = None) -> Request:
+        cuts = shards_of_buffer("exchange", sent, self.size, cuts)
         return RotatedExchange(self._next_context(), sent, arrived, cuts)
 
     @cached_property

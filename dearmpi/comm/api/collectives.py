@@ -149,11 +149,11 @@ class Collectives(Protocol):
         """
         ...
 
-    def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
+    def start_exchange(self, sent: Buffer, arrived: Buffer, *, cuts: Cuts | None = None) -> Request:
         """Send shard r of ``sent`` to rank r; shard r of ``arrived`` is then what rank r sent here.
 
-        Both have one length, a multiple of the world size. The own shard of ``arrived`` is left as
-        it is.
+        cuts: those of ``sent``, as in ``start_reduce_scatter``. ``arrived`` has P shards, each as
+        long as the own one of ``sent``. The own shard of ``arrived`` is left as it is.
         """
         ...
 

@@ -43,7 +43,7 @@ class AloneCollectives:
     ) -> Request:
         return Completed()
 
-    def start_exchange(self, sent: Buffer, arrived: Buffer) -> Request:
+    def start_exchange(self, sent: Buffer, arrived: Buffer, *, cuts: Cuts | None = None) -> Request:
         return Completed()
 
     def reserve(self) -> AbstractContextManager[None]:

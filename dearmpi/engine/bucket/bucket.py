@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from dearmpi.config import LEAST_COMPRESSED, EngineConfig
 from dearmpi.device.accelerator import DeviceEvent
 from dearmpi.engine import usage_errors
-from dearmpi.engine.bucket.buffers import Arena, FlatBuffer, GradientMemory, give_back_freed
+from dearmpi.engine.bucket.buffers import (
+    Arena,
+    FlatBuffer,
+    GradientMemory,
+    give_back_freed,
+    shaped_like,
+)
 from dearmpi.engine.bucket.grad_tracker import GradState, GradTracker, quiet_slots
 from dearmpi.engine.bucket.placeholder import (
     AveragedGradients,
@@ -152,6 +158,14 @@ class BucketRuntime:
         """From now on ``shown`` is kept: parameters are gathered compressed."""
         assert self.parameters is not None
         self.shown = torch.empty_like(self.parameters.shard)
+
+    def shown_of(self, slot: int) -> Tensor | None:
+        """``shown`` of a parameter that lies whole in the own shard, in its shape."""
+        if self.shown is None:
+            return None
+        first, _ = self.spec.shard_range(self._rank)
+        start = self.spec.placements[slot].start - first
+        return shaped_like(self.params[slot].detach(), self.shown, start)
 
     def add_owed(self, averages: Tensor) -> None:
         """Count ``averages``, of the own shard or of all, in the next step."""

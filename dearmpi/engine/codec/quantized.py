@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Chain, Collectives, Completed, Request
 from dearmpi.config import Compress, Gather
+from dearmpi.cuts import Cuts, even_cuts
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.codec import StatelessCodec, gathered_buffer
 
@@ -191,8 +193,7 @@ class QuantizedReduce(StatelessCodec):
         """``scratch``: shared by all buckets."""
         self._quantizer, self._scratch = quantizer, scratch
         self._by_chance = quantizer.bits < 8  # else errors of one sign would add up over the steps
-        self._num_bytes = quantizer.num_bytes(bucket.spec.largest_shard)
-        self.sent_bytes = (bucket.spec.world_size - 1) * self._num_bytes
+        self._cuts, self.sent_bytes = _messages_of(bucket, quantizer)
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Encode and exchange at once, since operations in flight are told apart by their order;
@@ -201,18 +202,19 @@ class QuantizedReduce(StatelessCodec):
         return Chain(_in_turns(self._steps(bucket, collectives)))
 
     def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request | None]:
-        size, each, own = bucket.spec.world_size, self._num_bytes, collectives.rank
+        size, own = bucket.spec.world_size, collectives.rank
+        each = self._cuts.size_of(own)  # bytes that arrive from each rank
         data = bucket.gradients.data[: bucket.spec.numel]  # not the padding, which may be anything
         message = torch.empty(0, dtype=torch.uint8, device="cpu")
-        held = [self._scratch.take(message, size * each) for _ in range(2)]
-        sent, arrived = (buffer[: size * each] for buffer in held)
+        lengths = self._cuts.total, size * each
+        held = [self._scratch.take(message, length) for length in lengths]
+        sent, arrived = (buffer[:length] for buffer, length in zip(held, lengths, strict=True))
         chance = _chance_of(bucket, own) if self._by_chance else None
         for rank in range(size):
             if rank != own:
                 shard = data[bucket.spec.cuts.slice_of(rank)]
-                part = sent[rank * each : (rank + 1) * each]
-                self._quantizer.encode(shard, part, chance=chance)
-        yield collectives.start_exchange(sent, arrived)
+                self._quantizer.encode(shard, sent[self._cuts.slice_of(rank)], chance=chance)
+        yield collectives.start_exchange(sent, arrived, cuts=self._cuts)
         shard = bucket.gradients.shard
         for rank in range(size):
             if rank != own:
@@ -234,36 +236,49 @@ class QuantizedGather(StatelessCodec):
         self._quantizer, self._scratch, self._gather = quantizer, scratch, gather
         # The next difference has all that this one leaves out, but not the next gradient.
         self._by_chance = quantizer.bits < 8 and gather == "gradients"
-        self._num_bytes = quantizer.num_bytes(bucket.spec.largest_shard)
-        self.sent_bytes = (bucket.spec.world_size - 1) * self._num_bytes
+        self._cuts, self.sent_bytes = _messages_of(bucket, quantizer)
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Encode and gather at once, as in ``QuantizedReduce``; decode what has come."""
         return Chain(_in_turns(self._steps(bucket, collectives)))
 
     def _steps(self, bucket: BucketRuntime, collectives: Collectives) -> Iterator[Request | None]:
-        size, each, own = bucket.spec.world_size, self._num_bytes, collectives.rank
+        own = collectives.rank
         buffer = gathered_buffer(bucket, self._gather)
         data, shown = buffer.data[: bucket.spec.numel], bucket.shown
-        held = self._scratch.take(torch.empty(0, dtype=torch.uint8, device="cpu"), size * each)
-        messages = held[: size * each]
-        own_message = messages[own * each : (own + 1) * each]
+        message = torch.empty(0, dtype=torch.uint8, device="cpu")
+        held = self._scratch.take(message, self._cuts.total)
+        messages = held[: self._cuts.total]
+        own_message = messages[self._cuts.slice_of(own)]
         if shown is not None:
             buffer.shard.sub_(shown)
         chance = _chance_of(bucket, own) if self._by_chance else None
         self._quantizer.encode(buffer.shard, own_message, chance=chance)
         if shown is not None:
             buffer.shard.copy_(shown)
-        yield collectives.start_all_gather(messages, "ring")
-        for rank in range(size):
+        yield collectives.start_all_gather(messages, "ring", cuts=self._cuts)
+        for rank in range(bucket.spec.world_size):
             yield from self._quantizer.decode(
-                messages[rank * each : (rank + 1) * each],
+                messages[self._cuts.slice_of(rank)],
                 data[bucket.spec.cuts.slice_of(rank)],
                 adds=shown is not None,
             )
         if shown is not None:
             shown.copy_(buffer.shard)
         self._scratch.give_back(held)
+
+
+def _messages_of(bucket: BucketRuntime, quantizer: Quantizer) -> tuple[Cuts, int]:
+    """Where the messages of all shards lie in one buffer, and how many bytes a rank sends of them:
+    all but one, of uneven shards the mean over the ranks.
+    """
+    shards, size = bucket.spec.cuts, bucket.spec.world_size
+    if shards.is_even:  # the last ones may have padding, and others' length all the same
+        cuts = even_cuts(size * quantizer.num_bytes(shards.largest), size)
+    else:
+        lengths = (quantizer.num_bytes(shards.size_of(rank)) for rank in range(size))
+        cuts = Cuts((0, *accumulate(lengths)))
+    return cuts, cuts.total - cuts.total // size
 
 
 def _chance_of(bucket: BucketRuntime, rank: int) -> int:

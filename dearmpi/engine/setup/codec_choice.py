@@ -112,7 +112,7 @@ class CodecChoice:
 
     def _ways(self, costs: Costs) -> dict[str, Costs]:
         """What each way that can be taken costs (collective)."""
-        config, layout, params = self._in_use.config, self._in_use.layout, self._in_use.names
+        layout, params = self._in_use.layout, self._in_use.names
         specs = [placed.spec for bucket in layout for placed in bucket.placements]
         ways = {_DENSE: costs}
         is_plain = not any(param.is_complex() for param in params)
@@ -120,7 +120,7 @@ class CodecChoice:
             ways["bf16"] = costs.sent_as("bf16", specs)
         wide = [one for one in layout if one.trained and one.dtype in ("float32", "float64")]
         applies = any(CodecCost.applies(bucket.padded_numel) for bucket in wide)
-        if applies and config.shards == "even" and device_of(params) is None:
+        if applies and device_of(params) is None:
             for name in _QUANTIZED:
                 cost = measure_codec(self._world, EngineConfig(compress=name))
                 ways[name] = replace(costs, codec=cost)

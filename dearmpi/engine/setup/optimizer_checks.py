@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from dearmpi.config import WITH_OWNERS, WITHOUT_OWNERS, EngineConfig, Shards
+from dearmpi.config import CURE_BY_COMPRESS, CURE_BY_GATHER, EngineConfig, Shards
 from dearmpi.device.accelerator import device_of
 from dearmpi.engine.probe.probe import (
     host_twin,
@@ -58,10 +58,11 @@ def _require_shards(optimizer: Optimizer, config: EngineConfig) -> Cutting:
         except ConfigError as error:
             may_own = config.shards == "auto" and config.can_own_tensors and is_on_host
             if not may_own or error.code not in _MAY_BE_TENSORWISE:
-                if config.shards == "auto" and config.compress != "none":
+                excludes = config.compress != "none" and not config.can_own_tensors
+                if config.shards == "auto" and excludes:
                     raise ConfigError(
                         f"{error}; but compress is {config.compress!r}, with which no tensor has "
-                        f"an owner: leave it out, {WITH_OWNERS}, or keep it {WITHOUT_OWNERS}",
+                        f"an owner: {CURE_BY_COMPRESS}, or keep it {CURE_BY_GATHER}",
                         code=error.code,
                     ) from error
                 raise

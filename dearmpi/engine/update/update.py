@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import shaped_like
-from dearmpi.engine.update.master import OWED, MasterCopy, MasterRule
+from dearmpi.engine.update.master import MASTER, OWED, SHOWN, MasterCopy, MasterRule
 from dearmpi.torch_internals import plain_step, version_of
 
 Options = Sequence[Mapping[str, Any]]
@@ -182,7 +182,7 @@ class WholeUpdate:
         for slot in self.slots:
             param = bucket.params[slot]
             alias = param.detach()
-            if (master := masters.copy_of(alias)) is not None:
+            if (master := masters.copy_of(alias, shown=bucket.shown_of(slot))) is not None:
                 self._masters[slot] = master
                 alias = master.values
             alias.__dict__.update(param.__dict__)  # such as a rate that an optimizer looks up there
@@ -262,6 +262,8 @@ class WholeUpdate:
                 self._owed(slot, makes=True).copy_(owed)
             if slot in self._masters:
                 self._masters[slot].restore(state)
+            else:  # of a bucket that was compressed, as this one is not
+                state = {key: v for key, v in state.items() if key not in (MASTER, SHOWN)}
             if state:
                 self._optimizer.state[alias] = {
                     key: fit(value, alias, elementwise=key in elementwise)
