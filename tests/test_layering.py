@@ -156,7 +156,9 @@ CONFINED: dict[str, frozenset[str]] = {
     "click": frozenset({"cli"}),
 }
 CONFINED_TYPES: dict[str, frozenset[str]] = {"torch": frozenset({"comm"})}
-STANDARD_LIBRARY_ONLY = frozenset({"plan", "config", "cuts", "errors", "grid", "guessed"})
+STANDARD_LIBRARY_ONLY = frozenset(
+    {"plan", "chunk_orders", "config", "cuts", "errors", "grid", "guessed"}
+)
 
 
 class Imports(ast.NodeVisitor):

@@ -74,7 +74,7 @@ def _starts(
         algorithm = select_reduce_scatter(world, largest, wire_dtype=config.wire_dtype)
     else:
         algorithm = config.reduce_scatter
-    grid = select_grid(world, config, lambda: max(buffers, key=lambda b: b.numel()))
+    grid, _ = select_grid(world, config, lambda: max(buffers, key=lambda b: b.numel()))
     algorithms = CollectiveAlgorithms(algorithm, config.wire_dtype, grid)
     reduces: list[Start] = [
         partial(algorithms.start_reduce_scatter, buffer) for buffer in reversed(buffers)

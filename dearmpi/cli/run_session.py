@@ -111,11 +111,11 @@ def describe_start(
         f"{settings.lr_schedule}; {settings.precision}",
     ]
     if world.size > 1:
-        num_buckets, topology = len(job.optimizer.layout), settings.topology
-        grouped = "" if topology == "flat" else f"topology {topology}, "
+        num_buckets = len(job.optimizer.layout)
         lines.append(
             f"communication: schedule {job.optimizer.schedule.name}, gather {settings.gather}, "
-            f"reduce-scatter {settings.reduce_scatter}, {grouped}"
+            f"reduce-scatter {settings.reduce_scatter}, "
+            f"{_describe_topology(job)}"
             f"{count_text(num_buckets, 'bucket')}, "
             f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
             "hidden: share of it that computation covered"
@@ -137,6 +137,16 @@ def describe_start(
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")
     return [*lines, f"run folder: {folder}"]
+
+
+def _describe_topology(job: Job) -> str:
+    """The grid in use, where one was asked for, and what it was chosen for; empty for none."""
+    asked, used = job.settings.topology, job.optimizer.topology
+    if asked == "flat":
+        return ""
+    named = f"topology {asked}" if asked == used else f"topology {asked} is {used}"
+    reason = job.optimizer.topology_choice
+    return f"{named} ({reason}), " if reason else f"{named}, "
 
 
 def _describe_local(local: LocalOptimizer, algorithm: str) -> str:

@@ -135,9 +135,10 @@ def choose_algorithms(
     *,
     config: EngineConfig,
     comm_stream: CommStream,
+    grid_choice: str = "",
 ) -> CollectiveAlgorithms:
     """The algorithms that the settings ask for, or those that are fastest on the way that gradients
-    take (collective). ``params``: by name.
+    take (collective). ``params``: by name. grid_choice: as ``check_routes`` says.
     """
     wire_dtype = config.wire_dtype if world.size > 1 else None  # one rank rounds nothing
     largest = max(layout, key=lambda bucket: (bucket.trained, bucket.nbytes))
@@ -150,8 +151,8 @@ def choose_algorithms(
         return made
 
     if config.reduce_scatter != "auto":
-        grid = select_grid(world, config, make_buffer, wrap=comm_stream.wrap_for_device)
-        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype, grid)
+        grid, found = select_grid(world, config, make_buffer, wrap=comm_stream.wrap_for_device)
+        return CollectiveAlgorithms(config.reduce_scatter, wire_dtype, grid, found or grid_choice)
     # Of half precision MPI has no portable sum, of torch's complex numbers none that is asked for.
     dtypes = {placed.spec.dtype for bucket in layout for placed in bucket.placements}
     fastest = select_reduce_scatter(
@@ -166,8 +167,9 @@ def choose_algorithms(
 
 def check_routes(
     world: World, params: Collection[nn.Parameter], *, config: EngineConfig
-) -> EngineConfig:
-    """``config``, with its topology settled as by ``settle_topology`` (collective).
+) -> tuple[EngineConfig, str]:
+    """``config``, with its topology settled as by ``settle_topology``, and what for, in words
+    (collective).
 
     Raises MismatchError unless all ranks have their parameters on one kind of device, and
     ConfigError unless this rank has them on one that can be served, and what ``config`` says of
@@ -175,7 +177,7 @@ def check_routes(
     """
     model_bytes = sum(param.numel() * param.element_size() for param in params)
     bucket_bytes = min(model_bytes, config.cap_bytes(model_bytes, world_size=world.size))
-    config = settle_topology(world, config, num_bytes=bucket_bytes)
+    config, grid_choice = settle_topology(world, config, num_bytes=bucket_bytes)
     device = device_of(params)
     seen = world.all_gather_text(_HOST if device is None else device.name)
     for rank, name in enumerate(seen):
@@ -187,7 +189,7 @@ def check_routes(
             )
     if device is not None:
         _check_threads(world, device)
-        return config
+        return config, grid_choice
     for name, value, default in (
         ("cuda_buffers", config.cuda_buffers, "auto"),
         ("update_on", config.update_on, "device"),
@@ -198,7 +200,7 @@ def check_routes(
                 "leave it out, or move the model to a device first",
                 code="setting-without-effect",
             )
-    return config
+    return config, grid_choice
 
 
 def _check_threads(world: World, device: Device) -> None:

@@ -41,6 +41,17 @@ class Readings(Facade):
         return self._built.updates.comm_stream.name
 
     @property
+    def topology(self) -> str:
+        """The grid that is in use, as the setting has it; ``flat`` for none."""
+        grid = self._built.engine.codecs.algorithms.grid
+        return "flat" if grid is None else grid.text
+
+    @property
+    def topology_choice(self) -> str:
+        """What ``topology="auto"`` has measured, or a calibration predicts; empty for neither."""
+        return self._built.engine.codecs.algorithms.grid_choice
+
+    @property
     def traffic(self) -> Traffic:
         """The bytes of a step, and what they would be without compression."""
         return replace(self._built.engine.codecs.traffic, fallbacks=self._live.fallbacks)

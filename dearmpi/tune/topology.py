@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dearmpi.comm.algorithms.grid_collectives import choose_grid, grid_of_places
-from dearmpi.comm.algorithms.registry import LEAST_GAIN
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError, MismatchError
-from dearmpi.grid import Grid
+from dearmpi.grid import Grid, GridGain
 from dearmpi.plan.data.fields import check_format, read_fields, read_text
 from dearmpi.tune.calibration import Calibration, parse_calibration
 
@@ -32,7 +31,7 @@ def measured_grid(world: World, config: EngineConfig) -> Grid:
 
     Raises ConfigError as ``settle_topology`` does, and where it is flat.
     """
-    grid = choose_grid(world, settle_topology(world, config))
+    grid = choose_grid(world, settle_topology(world, config)[0])
     if grid is None:
         hosts = len(set(world.hosts))
         raise ConfigError(
@@ -49,21 +48,21 @@ Topology = Mapping[str, str] | Calibration
 
 def settle_topology(
     world: World, config: EngineConfig, *, num_bytes: int | None = None
-) -> EngineConfig:
+) -> tuple[EngineConfig, str]:
     """``config`` with what its topology's file says in the place of the file's name (collective).
 
     num_bytes: of a bucket, for which the grid of a calibration must gain; None: it need not gain.
+    Also returns what a calibration predicts of that, in words; empty without one.
     Raises ConfigError on all ranks for a file that a rank cannot read, for hosts that it does not
     name, and for sizes that do not fit; MismatchError for files that differ.
     """
     if config.topology_file is None:
         if config.grid_sizes:
             choose_grid(world, config)
-        return config
+        return config, ""
     found, path = _read_alike(world, config.topology_file), config.topology_file
     if isinstance(found, Calibration):
-        grid = _calibrated(world, found, path, num_bytes)
-        return replace(config, topology=grid)
+        return _settle_calibrated(world, found, config, num_bytes)
     missing = [rank for rank, host in enumerate(world.hosts) if host not in found]
     if missing:
         raise ConfigError(
@@ -73,12 +72,14 @@ def settle_topology(
         )
     places = [(found[host], host) for host in world.hosts]
     grid_found = grid_of_places(world, config.topology, places)
-    return replace(config, topology="flat" if grid_found is None else grid_found.text)
+    return replace(config, topology="flat" if grid_found is None else grid_found.text), ""
 
 
-def _calibrated(world: World, found: Calibration, path: str, num_bytes: int | None) -> str:
-    """The topology that was measured, or flat where it does not gain as much as counts."""
-    costs = found.grid_costs
+def _settle_calibrated(
+    world: World, found: Calibration, config: EngineConfig, num_bytes: int | None
+) -> tuple[EngineConfig, str]:
+    """With the topology that was measured, or flat where it does not gain as much as counts."""
+    costs, path = found.grid_costs, config.topology
     if found.grid is None or costs is None:
         raise ConfigError(
             f"{path} was measured without a topology; give one of dear-train calibrate --topology",
@@ -91,14 +92,15 @@ def _calibrated(world: World, found: Calibration, path: str, num_bytes: int | No
             "calibrate again",
             code="topology-misfit",
         )
-    if num_bytes is not None:
-        flat_s, grid_s = (
-            one.reduce_scatter.alone_s(num_bytes) + one.all_gather.alone_s(num_bytes)
-            for one in (found.costs, costs)
-        )
-        if grid_s > (1 - LEAST_GAIN) * flat_s:
-            return "flat"
-    return found.grid.topology
+    topology = found.grid.topology
+    if num_bytes is None:
+        return replace(config, topology=topology), ""
+    grid_s, flat_s = (
+        one.reduce_scatter.alone_s(num_bytes) + one.all_gather.alone_s(num_bytes)
+        for one in (costs, found.costs)
+    )
+    gain = GridGain("predicted", num_bytes, topology, grid_s, flat_s)
+    return replace(config, topology=topology if gain.is_enough else "flat"), str(gain)
 
 
 def _pattern(hosts: Sequence[str]) -> list[int]:

@@ -27,7 +27,7 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World, Wrap, unchanged
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts
-from dearmpi.grid import Grid
+from dearmpi.grid import Grid, GridGain
 
 
 class NativeAlgorithm:
@@ -73,6 +73,7 @@ class CollectiveAlgorithms:
 
     wire_dtype: in what both operations send a wider buffer; None: as it is.
     grid: on which both go dimension by dimension; None: by ``reduce_scatter``, all ranks alike.
+    grid_choice: what ``auto`` or a file has chosen that by, in words; empty for neither.
     scratch: memory that the codecs of all buckets share.
     The engine and all that measures for it start their collectives here.
     """
@@ -80,6 +81,7 @@ class CollectiveAlgorithms:
     reduce_scatter: ReduceScatter
     wire_dtype: WireDtype | None = None
     grid: Grid | None = None
+    grid_choice: str = field(default="", compare=False)
     scratch: Scratch = field(default_factory=Scratch, compare=False, repr=False)
 
     @property
@@ -225,21 +227,18 @@ def select_reduce_scatter(
     return min(zip(slowest, best, strict=True))[1]
 
 
-LEAST_GAIN = 0.03  # below, the machine's noise would choose
-
-
 def select_grid(
     world: World, config: EngineConfig, make_buffer: Callable[[], Buffer], *, wrap: Wrap = unchanged
-) -> Grid | None:
+) -> tuple[Grid | None, str]:
     """The grid of ``config.topology``; of ``auto`` if both operations together take 3 % less time
-    on it than on a ring (collective). None: no grid.
+    on it than on a ring (collective). None: no grid. With what ``auto`` has measured, in words.
 
     make_buffer: makes what is tried, and its contents are lost. wrap: as in ``World.open_channel``.
     Raises ConfigError as ``choose_grid`` does.
     """
     grid = choose_grid(world, config)
     if grid is None or config.topology != "auto":
-        return grid
+        return grid, ""
     channel, buffer = world.open_channel("trial", window=1, wrap=wrap), make_buffer()
     best = []
     for tried in (None, grid):
@@ -250,4 +249,6 @@ def select_grid(
         best.append(sum(min(times) for times in zip(*runs, strict=True)))
     channel.close()
     flat_s, grid_s = world.all_reduce(best, "max")
-    return grid if grid_s <= (1 - LEAST_GAIN) * flat_s else None
+    nbytes = buffer.numel() * buffer.element_size()
+    gain = GridGain("measured", nbytes, grid.text, grid_s, flat_s)
+    return grid if gain.is_enough else None, str(gain)

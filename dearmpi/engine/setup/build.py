@@ -119,7 +119,9 @@ def _build(spec: EngineSpec) -> BuiltEngine:
             scalars=spec.scalars,
             whole=spec.costs,
         )
-    algorithms = choose_algorithms(world, spec.layout, params, config=config, comm_stream=stream)
+    algorithms = choose_algorithms(
+        world, spec.layout, params, config=config, comm_stream=stream, grid_choice=spec.grid_choice
+    )
     state = EngineState(
         world,
         buckets,

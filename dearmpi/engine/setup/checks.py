@@ -165,8 +165,8 @@ def _check_gradient(param: nn.Parameter, name: str, config: EngineConfig) -> Non
 
 def check_job(
     world: World, params: Collection[nn.Parameter], *, config: EngineConfig
-) -> EngineConfig:
-    """``config``, with the grid of a topology's file in its place (collective).
+) -> tuple[EngineConfig, str]:
+    """``config``, with the grid of a topology's file in its place, and what for (collective).
 
     Raises ConfigError unless ``shards`` has a weight for each rank, if it has any, for topologies
     as ``settle_topology`` does, and for routes as ``check_routes`` does.

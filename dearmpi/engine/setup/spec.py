@@ -49,6 +49,7 @@ class EngineSpec:
     config: with the window of the plan, if there is one, and ``shards`` as they are cut.
     scalars: by group, names of the state's scalars that lie where the parameters are.
     costs: by name, those of the updates of parameters that owners update as wholes.
+    grid_choice: what the file of a topology predicts, in words.
     """
 
     context: TrainingContext
@@ -58,6 +59,7 @@ class EngineSpec:
     config: EngineConfig
     scalars: Sequence[frozenset[str]] = ()
     costs: Mapping[str, float] = field(default_factory=dict)
+    grid_choice: str = ""
 
     @property
     def conduct(self) -> Conduct:
@@ -93,7 +95,7 @@ def make_spec(
     known = NOT_KNOWN if in_use is None else in_use.names
     optimizer, model, world = context.optimizer, context.model, context.world
     names = optimized_parameters(optimizer, model, known)
-    config = check_job(world, names, config=config)
+    config, grid_choice = check_job(world, names, config=config)
     layout = lay_out(names, model, world_size=world.size, config=config, plan=plan)
     if plan is not None:
         schedule, config = plan.schedule, replace(config, window=plan.window)
@@ -111,7 +113,7 @@ def make_spec(
         costs = find_costs(context, names, known={} if in_use is None else in_use.costs)
     layout = cut_buckets(layout, config, costs=costs, schedule=schedule)
     scalars = find_resident_scalars(optimizer, world_size=world.size, config=config)
-    return EngineSpec(context, names, layout, schedule, config, scalars, costs)
+    return EngineSpec(context, names, layout, schedule, config, scalars, costs, grid_choice)
 
 
 def lay_out(

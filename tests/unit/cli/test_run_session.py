@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from dearmpi.cli.endings import rank_log
-from dearmpi.cli.run_session import run_session
+from dearmpi.cli.run_session import describe_start, run_session
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError
 from dearmpi.train import checkpoint
@@ -29,6 +30,7 @@ from dearmpi.train.ranks.stop import EXIT_PREEMPTED, StopRequest
 from dearmpi.train.settings.sources import make_source
 from dearmpi.train.tasks.task import Task
 from dearmpi.train.tasks.task_registry import build_task
+from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 
 TASK = """
@@ -367,6 +369,37 @@ def test_ranks_with_other_arguments_learn_both_values(task_file: Path) -> None:
     for told in run_ranks(2, work):
         assert "argument lr differs: 0.1 on rank 0" in told and "0.2 on rank 1" in told
     assert not (task_file.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("2x2", "ring, topology 2x2, 2 buckets"),
+        ("hosts", "topology hosts is 2x2, "),
+        ("auto", r"topology auto is (2x2|flat) \(measured: .* ms by 2x2, and .* ms flat\), "),
+        ("flat", "ring, 2 buckets"),
+    ],
+)
+def test_the_start_names_the_grid_in_use(
+    asked: str, told: str, task_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(spec: str, options: Mapping[str, str]) -> Task:
+        task = build_task(spec, options)
+        for param in task.model.parameters():  # ranks of one process share what draws them
+            nn.init.ones_(param)
+        return task
+
+    monkeypatch.setattr(session, "build_task", build)
+
+    def work(world: World) -> str:
+        values = {"task": f"{task_file}:make", "topology": asked, "progress": "poll"}
+        opened = open_session(world, [make_source("flag", values)])
+        lines = describe_start(opened.job, opened.threads, opened.device, task_file)
+        opened.job.optimizer.close()
+        return next(line for line in lines if line.startswith("communication: "))
+
+    lines = run_ranks(4, work, hub=FakeHub(4, hosts=list("aabb")))
+    assert len(set(lines)) == 1 and re.search(told, lines[0])
 
 
 def test_ranks_with_more_samples_than_others_are_told_how_many(

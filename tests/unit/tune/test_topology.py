@@ -36,7 +36,7 @@ def settled(path: str, hosts: Sequence[str]) -> Grid | None:
     """The grid of the file, which all ranks choose from what it is settled as."""
 
     def body(world: World) -> Grid | None:
-        config = settle_topology(world, EngineConfig(topology=path))
+        config, _ = settle_topology(world, EngineConfig(topology=path))
         assert config.topology_file is None
         return choose_grid(world, config)
 
@@ -132,14 +132,16 @@ def test_a_grid_is_taken_where_its_calibration_predicts_that_it_gains(
     """A bucket of 4 MB: a second dimension of the same speed adds an eighth."""
     path = calibrated(tmp_path / "link.json", grid_beta=grid_beta)
 
-    def body(world: World, num_bytes: int | None) -> str:
-        config = EngineConfig(topology=path)
-        return settle_topology(world, config, num_bytes=num_bytes).topology
+    def body(world: World, num_bytes: int | None) -> tuple[str, str]:
+        config, gain = settle_topology(world, EngineConfig(topology=path), num_bytes=num_bytes)
+        return config.topology, gain
 
+    told = f"predicted: both operations on 4 MB take {9e6 * grid_beta * 1e3:.4g} ms by 2x2, and 65"
     hub = FakeHub(4, hosts=list("aabb"))
-    assert run_ranks(4, lambda world: body(world, 4_000_000), hub=hub) == [expected] * 4
+    for topology, gain in run_ranks(4, lambda world: body(world, 4_000_000), hub=hub):
+        assert topology == expected and gain.startswith(told)
     hub = FakeHub(4, hosts=list("aabb"))
-    assert run_ranks(4, lambda world: body(world, None), hub=hub) == ["2x2"] * 4
+    assert run_ranks(4, lambda world: body(world, None), hub=hub) == [("2x2", "")] * 4
 
 
 @pytest.mark.parametrize(
