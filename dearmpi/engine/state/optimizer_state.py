@@ -120,7 +120,7 @@ class OptimizerState:
             packed["state"] = {
                 index: whole[self.names[param]]
                 for index, param in enumerate(self._numbered_params())
-                if param in self.names and whole.get(self.names[param])
+                if param in self.names and _tells(whole.get(self.names[param]))
             }
         return packed
 
@@ -224,6 +224,19 @@ class OptimizerState:
             state.clear()
 
     def _load(self, state_dict: dict[str, Any]) -> None:
+        """Of a parameter that has not stepped there may be what is owed and nothing else, at which
+        optimizers of torch take offence: they look for their own entries.
+        """
+        state = state_dict["state"]
+        owed = {index: entries for index, entries in state.items() if set(entries) == {OWED}}
+        known = {index: entries for index, entries in state.items() if index not in owed}
+        self._load_known({**state_dict, "state": known})
+        params = self._numbered_params()
+        self.optimizer.state.update(
+            {params[index]: entries for index, entries in owed.items() if _tells(entries)}
+        )
+
+    def _load_known(self, state_dict: dict[str, Any]) -> None:
         optimizer = self.optimizer
         if not self.updates.masters.weights:
             optimizer.load_state_dict(state_dict)
@@ -245,6 +258,13 @@ class OptimizerState:
     def _numbered_params(self) -> Sequence[nn.Parameter]:
         """By their numbers in a state dict."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+
+def _tells(state: Mapping[str, Any] | None) -> bool:
+    """Whether a parameter's ``state`` has more to say than that nothing is owed."""
+    if not state:
+        return False
+    return set(state) != {OWED} or bool(state[OWED].any())
 
 
 def _widen(value: Any, param: Tensor) -> Any:

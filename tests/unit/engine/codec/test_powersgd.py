@@ -374,3 +374,36 @@ def test_after_close_the_optimizer_goes_on_without_what_was_owed() -> None:
 
     with pytest.warns(UserWarning, match="had not sent"):
         run_ranks(2, body)
+
+
+@pytest.mark.parametrize("settings", [POWER, {"compress": "sketch"}], ids=lambda s: s["compress"])
+def test_the_state_of_a_parameter_that_never_steps_can_be_loaded(settings: Any) -> None:
+    """By torch's Adam too, which looks for its own entries wherever there are any."""
+
+    def rank(world: World) -> dict[str, Any]:
+        model = nn.ParameterDict(
+            {name: nn.Parameter(torch.zeros(ROWS, COLUMNS)) for name in ("always", "never")}
+        )
+
+        def make() -> DistributedOptimizer:
+            inner = torch.optim.Adam(model.parameters(), lr=0.1)
+            return DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1.0, **settings)
+
+        optimizer = make()
+        for step in range(2):
+            optimizer.zero_grad()
+            (model["always"] * gradient_of(step, world.rank).float()).sum().backward()
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        later = make()
+        nothing = {"owed": torch.zeros(ROWS, COLUMNS)}
+        later.load_state_dict({**state, "state": {**state["state"], 1: nothing}})
+        again = later.state_dict()
+        later.close()
+        assert set(again["state"]) == set(state["state"]) == {0}
+        torch.optim.Adam(model.parameters()).load_state_dict(state)
+        return state
+
+    for state in run_ranks(2, rank):
+        assert int(state["state"][0]["step"]) == 2
