@@ -162,17 +162,15 @@ def _describe_grid(result: Calibration, grid: GridTimes) -> list[str]:
         ):
             fit = _describe_fit(fit_sizes(samples), one.num_ranks)
             lines.append(f"dimension {number} of {grid.topology}, {name}: {fit}")
-    costs, flat = result.grid_costs, result.costs
-    assert costs is not None
-    flat_s, grid_s = (
-        one.reduce_scatter.alone_s(_BUCKET) + one.all_gather.alone_s(_BUCKET)
-        for one in (flat, costs)
+    flat_s = result.costs.both_alone_s(_BUCKET)
+    predicted = ", ".join(
+        f"{costs.both_alone_s(_BUCKET) * 1e3:.1f} ms predicted by {topology}"
+        for topology, costs in grid.costs_by_topology(result.costs).items()
     )
     return [
         *lines,
         f"{grid.hidden:.0%} of the other dimensions' time passes beside the busiest one",
-        f"both operations on {_BUCKET / 1e6:g} MB: {flat_s * 1e3:.1f} ms flat, {grid_s * 1e3:.1f} "
-        f"ms predicted by dimensions",
+        f"both operations on {_BUCKET / 1e6:g} MB: {flat_s * 1e3:.1f} ms flat, {predicted}",
     ]
 
 

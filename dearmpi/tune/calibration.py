@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from dearmpi.config import EngineConfig, ReduceScatter
 from dearmpi.errors import ConfigError
+from dearmpi.grid import grid_text
 from dearmpi.plan.data.fields import Fields, check_format, errors_name, read_fields, read_text
 from dearmpi.plan.model.codec_cost import CodecCost, require_known_bytes
 from dearmpi.plan.model.cost import Costs, LinkFit, fit_link
@@ -20,6 +21,7 @@ from dearmpi.plan.model.network import Levels
 from dearmpi.version import __version__
 
 FORMAT = 1
+_LARGEST_RATE = 999.0  # of a dimension, as the setting takes it; memory is no faster than counts
 _LARGEST_ERROR = 0.2  # of a fit; on a quiet machine it is a few hundredths
 
 
@@ -64,6 +66,37 @@ class GridTimes:
     def levels(self) -> Levels:
         """What the dimensions cost."""
         return Levels(tuple(one.costs for one in self.dimensions), self.hidden)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks in each dimension, from inner to outer."""
+        return tuple(one.num_ranks for one in self.dimensions)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """What a rank sends in each dimension, in units of the slowest one."""
+        slopes = []
+        for one in self.dimensions:
+            both = one.costs.reduce_scatter.beta_s_per_byte + one.costs.all_gather.beta_s_per_byte
+            slopes.append(both * one.num_ranks / (one.num_ranks - 1))
+        slowest = max(slopes)
+        found = [slowest / slope if slope else _LARGEST_RATE for slope in slopes]
+        return tuple(float(f"{min(rate, _LARGEST_RATE):.3g}") for rate in found)
+
+    def costs_by_topology(self, flat: Costs) -> dict[str, Costs]:
+        """``flat`` with both operations on the grid: as the setting has it, and where that has no
+        rates also with the measured ones, by which chunks take the orders of Themis.
+        """
+        given = EngineConfig(topology=self.topology).grid_rates
+        named = {self.topology: given}
+        if not given:
+            _, mark, order = self.topology.partition("@")
+            named[f"{grid_text(self.sizes, self.rates)}{mark}{order}"] = self.rates
+        found = {}
+        for text, rates in named.items():
+            reduce_scatter, all_gather = self.levels.at(self.sizes, rates)
+            found[text] = replace(flat, reduce_scatter=reduce_scatter, all_gather=all_gather)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +168,10 @@ class Calibration:
 
     @property
     def grid_costs(self) -> Costs | None:
-        """On the grid; None where it was not measured."""
+        """On the grid as the setting has it; None where it was not measured."""
         if self.grid is None:
             return None
-        reduce_scatter, all_gather = self.grid.levels.at(
-            [one.num_ranks for one in self.grid.dimensions]
-        )
-        return replace(self.costs, reduce_scatter=reduce_scatter, all_gather=all_gather)
+        return self.grid.costs_by_topology(self.costs)[self.grid.topology]
 
     def codec_for(self, config: EngineConfig, place: str) -> CodecCost | None:
         """What the compression of ``config`` costs; None for none.
@@ -238,7 +268,12 @@ def _parse_grid(data: Fields) -> GridTimes:
         )
         for one in data.each("dimensions")
     )
-    return GridTimes(data.text("topology"), dimensions, min(1.0, data.number("hidden")))
+    found = GridTimes(data.text("topology"), dimensions, min(1.0, data.number("hidden")))
+    if EngineConfig(topology=found.topology).grid_sizes != found.sizes:
+        raise data.problem(
+            "topology", f"is {found.topology}, but dimensions have {grid_text(found.sizes)} ranks"
+        )
+    return found
 
 
 def _parse_samples(data: Fields, key: str = "samples") -> tuple[SizeTimes, ...]:

@@ -78,9 +78,12 @@ def settle_topology(
 def _settle_calibrated(
     world: World, found: Calibration, config: EngineConfig, num_bytes: int | None
 ) -> tuple[EngineConfig, str]:
-    """With the topology that was measured, or flat where it does not gain as much as counts."""
-    costs, path = found.grid_costs, config.topology
-    if found.grid is None or costs is None:
+    """With the topology that was measured, or flat where it does not gain as much as counts.
+
+    With its rates where the orders of Themis gain as much again.
+    """
+    path = config.topology
+    if found.grid is None:
         raise ConfigError(
             f"{path} was measured without a topology; give one of dear-train calibrate --topology",
             code="topology-misfit",
@@ -95,10 +98,14 @@ def _settle_calibrated(
     topology = found.grid.topology
     if num_bytes is None:
         return replace(config, topology=topology), ""
-    grid_s, flat_s = (
-        one.reduce_scatter.alone_s(num_bytes) + one.all_gather.alone_s(num_bytes)
-        for one in (costs, found.costs)
+    (_, grid_s), *with_rates = (
+        (name, costs.both_alone_s(num_bytes))
+        for name, costs in found.grid.costs_by_topology(found.costs).items()
     )
+    for name, rated_s in with_rates:
+        if GridGain("predicted", num_bytes, name, rated_s, grid_s).is_enough:
+            topology, grid_s = name, rated_s
+    flat_s = found.costs.both_alone_s(num_bytes)
     gain = GridGain("predicted", num_bytes, topology, grid_s, flat_s)
     return replace(config, topology=topology if gain.is_enough else "flat"), str(gain)
 

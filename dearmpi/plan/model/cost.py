@@ -140,6 +140,10 @@ class Costs:
         """Messages of a collective that follow each other."""
         return ALGORITHM_COSTS[self.algorithm].num_rounds(self.world_size)
 
+    def both_alone_s(self, nbytes: float) -> float:
+        """Seconds of a reduce-scatter of ``nbytes`` and of its all-gather, each alone."""
+        return self.reduce_scatter.alone_s(nbytes) + self.all_gather.alone_s(nbytes)
+
     @property
     def least_sent(self) -> tuple[float, float]:
         """The parts of a model's bytes that are reduced, and gathered, at least."""

@@ -75,6 +75,8 @@ def test_what_dimensions_cost_is_kept(tmp_path: Path) -> None:
     path.write_text(whole.to_json())
     assert read_calibration(path) == whole
     assert made().grid_costs is None
+    assert whole.grid is not None and whole.grid.rates == (10.0, 1.0)
+    assert list(whole.grid.costs_by_topology(whole.costs)) == ["2x2", "2x2/10x1"]
     costs = whole.grid_costs
     assert costs is not None and costs.world_size == 4
     assert costs.reduce_scatter.alpha_s == pytest.approx(1e-5 + ALPHA_S)
@@ -177,3 +179,17 @@ def test_too_little_says_nothing() -> None:
     assert wire_pace(in_turn(0.0, 0.001, 6, wire_s=0.01)) == 1.0
     apart = [Crossed(float(second), second + 0.1, 0.5) for second in range(8)]
     assert wire_pace(apart) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("topology", "code", "told"),
+    [("2x3", "malformed-file", "2x2 ranks"), ("2x2/0x1", "malformed-value", "2x2/0x1")],
+)
+def test_a_grid_that_was_changed_by_hand_is_refused(topology: str, code: str, told: str) -> None:
+    dimension = DimensionTimes(2, exact(0.0, BETA), exact(0.0, BETA))
+    grid = GridTimes("2x2@0,2,1,3", (dimension, dimension), 1.0)
+    whole = made(hosts=("n0", "n0", "n1", "n1"), grid=grid)
+    assert list(grid.costs_by_topology(whole.costs)) == ["2x2@0,2,1,3", "2x2/1x1@0,2,1,3"]
+    text = whole.to_json().replace("2x2@0,2,1,3", topology)
+    with raises(ConfigError, code, told):
+        parse_calibration(text, "link.json")

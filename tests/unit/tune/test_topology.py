@@ -114,10 +114,10 @@ def test_what_is_no_topology_is_refused_on_all_ranks(
     assert run_ranks(2, body, hub=FakeHub(2, hosts=["a", "b"])) == ["goes on"] * 2
 
 
-def calibrated(path: Path, *, grid_beta: float, **changes: Any) -> str:
+def calibrated(path: Path, *, grid_beta: float, hidden: float = 1.0, **changes: Any) -> str:
     """A file of 2 x 2 ranks, flat at 8 ns per byte."""
     dimension = DimensionTimes(2, exact(0.0, grid_beta), exact(0.0, grid_beta))
-    grid = GridTimes("2x2", (dimension, dimension), 1.0)
+    grid = GridTimes("2x2", (dimension, dimension), hidden)
     hosts = ("n5", "n5", "n7", "n7")
     path.write_text(
         replace(made(hosts=hosts, grid=grid, all_gather=exact(0.0, BETA)), **changes).to_json()
@@ -125,21 +125,30 @@ def calibrated(path: Path, *, grid_beta: float, **changes: Any) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("grid_beta", "expected"), [(6e-9, "2x2"), (8e-9, "flat")])
+@pytest.mark.parametrize(
+    ("grid_beta", "hidden", "part", "expected"),
+    [
+        (5e-9, 0.0, 1.5, "2x2"),  # over one wire nothing is left to even out
+        (8e-9, 0.0, 1.5, "flat"),
+        (8e-9, 1.0, 0.9375, "2x2/1x1"),  # 3/4 in each, and one chunk of four in the other
+        (9e-9, 1.0, 0.9375, "flat"),
+    ],
+)
 def test_a_grid_is_taken_where_its_calibration_predicts_that_it_gains(
-    grid_beta: float, expected: str, tmp_path: Path
+    grid_beta: float, hidden: float, part: float, expected: str, tmp_path: Path
 ) -> None:
-    """A bucket of 4 MB: a second dimension of the same speed adds an eighth."""
-    path = calibrated(tmp_path / "link.json", grid_beta=grid_beta)
+    """A bucket of 4 MB, and ``part`` of its bytes at the pace of a dimension."""
+    path = calibrated(tmp_path / "link.json", grid_beta=grid_beta, hidden=hidden)
 
     def body(world: World, num_bytes: int | None) -> tuple[str, str]:
         config, gain = settle_topology(world, EngineConfig(topology=path), num_bytes=num_bytes)
         return config.topology, gain
 
-    told = f"predicted: both operations on 4 MB take {9e6 * grid_beta * 1e3:.4g} ms by 2x2, and 65"
+    told = f"predicted: both operations on 4 MB take {8e9 * part * grid_beta:.4g} ms by 2x2"
     hub = FakeHub(4, hosts=list("aabb"))
     for topology, gain in run_ranks(4, lambda world: body(world, 4_000_000), hub=hub):
         assert topology == expected and gain.startswith(told)
+        assert gain.endswith(" and 65 ms flat")
     hub = FakeHub(4, hosts=list("aabb"))
     assert run_ranks(4, lambda world: body(world, None), hub=hub) == [("2x2", "")] * 4
 
