@@ -5,27 +5,34 @@ Usage: bin/netlab up 2 200mbit; bin/netlab run -p 2 2 python -m benchmarks.two_l
        bin/netlab run 4 python -m benchmarks.two_level --topology 2x2/1x1
 
 Reduce-scatters and all-gathers of buckets of 25 MB, two in flight, as the engine posts them: by a
-ring of all ranks, and on the grid of ``--topology``; where that has rates, without them too. All
-take turns, so that the machine's drift favours none. Prints the median of the slowest rank's times,
-and the ratios.
+ring of all ranks, and on the grid of ``--topology``; where that has rates, without them too. Beside
+them all-reduces of the same buckets by the MPI library, one after the other, and by gloo, all
+posted at once as DDP does. All take turns, so that the machine's drift favours none. Prints the
+median of the slowest rank's times, and the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 import dearmpi
+from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.algorithms.grid_collectives import choose_grid
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, run_all
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+
+Times = dict[str, list[list[float]]]
+"""By name, of each half of an all-reduce or of the whole, seconds per bucket."""
 
 
 def main() -> None:
@@ -34,7 +41,7 @@ def main() -> None:
     parser.add_argument("--topology", default="hosts")
     parser.add_argument("--megabytes", type=float, default=25.0, help="of a bucket")
     parser.add_argument("--buckets", type=int, default=4, help="back to back")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
     world = dearmpi.connect()
@@ -51,20 +58,50 @@ def main() -> None:
             for one in (replace(grid, rates=()), grid)
         },
     }
-    times: dict[str, list[list[float]]] = {name: [[], []] for name in ways}
+    peers = all_reduces(world)
+    times: Times = {name: [[], []] for name in ways}
+    times.update({name: [[]] for name in peers})
     for number in range(given.repeats + 1):
         for name, way in ways.items():
             for half, start in enumerate((way.start_reduce_scatter, way.start_all_gather)):
                 own = run_all(world, channel, [partial(start, one) for one in buffers])
                 if number:  # the first warms connections up
                     times[name][half].extend(world.all_reduce([own / len(buffers)], "max"))
-    report(world, channel, times, given.megabytes)
+        for name, all_reduce in peers.items():
+            world.barrier()
+            begin = time.perf_counter()
+            all_reduce(buffers)
+            own = time.perf_counter() - begin
+            if number:
+                times[name][0].extend(world.all_reduce([own / len(buffers)], "max"))
+    leave_group(failed=False)
+    report(world, channel, times, given.megabytes, num_ways=len(ways))
+
+
+def all_reduces(world: World) -> dict[str, Callable[[Sequence[torch.Tensor]], None]]:
+    """All-reduces of several buckets, by the name of the library (collective)."""
+    from mpi4py import MPI  # by now dearmpi has initialised it
+
+    join_group(world)
+    comm = MPI.COMM_WORLD.Dup()
+
+    def by_mpi(buffers: Sequence[torch.Tensor]) -> None:
+        for buffer in buffers:
+            comm.Allreduce(MPI.IN_PLACE, buffer.numpy())
+
+    def by_gloo(buffers: Sequence[torch.Tensor]) -> None:
+        for work in [dist.all_reduce(buffer, async_op=True) for buffer in buffers]:
+            work.wait()
+
+    library = MPI.Get_library_version().split()[:2]
+    name = "Open MPI" if library[0] == "Open" else library[0]
+    return {name: by_mpi, "gloo": by_gloo}
 
 
 def report(
-    world: World, channel: Channel, times: dict[str, list[list[float]]], megabytes: float
+    world: World, channel: Channel, times: Times, megabytes: float, *, num_ways: int
 ) -> None:
-    """Print what was measured. ``times``: by topology, of each half, s per bucket."""
+    """Print what was measured, and ratios of the first ``num_ways`` and to what comes after."""
     channel.close()
     medians = {name: [statistics.median(half) for half in halves] for name, halves in times.items()}
     if world.is_root:
@@ -73,17 +110,20 @@ def report(
         print(f"{'topology':10}{'reduce-scatter':>16}{'all-gather':>12}{'both':>8}")
         for name, halves in medians.items():
             print(f"{name:10}{row(halves)}")
-        flat, grid, *evened = (sum(halves) for halves in medians.values())
+        flat, grid, *evened = [sum(halves) for halves in medians.values()][:num_ways]
         print(f"two-level over flat: {flat / grid:.2f}")
         for themis in evened:
             print(f"Themis over flat: {flat / themis:.2f}, over two-level: {grid / themis:.2f}")
+        best = evened[-1] if evened else grid
+        for name, (peer,) in list(medians.items())[num_ways:]:
+            print(f"{list(medians)[num_ways - 1]} over the all-reduce of {name}: {peer / best:.2f}")
     world.leave()
 
 
 def row(halves: Sequence[float]) -> str:
-    """Both halves and their sum, in ms."""
-    reduces, gathers = (1e3 * seconds for seconds in halves)
-    return f"{reduces:16.1f}{gathers:12.1f}{reduces + gathers:8.1f}"
+    """Both halves, if they were measured apart, and their sum, in ms."""
+    parts = [f"{1e3 * seconds:.1f}" for seconds in halves] if len(halves) == 2 else ["", ""]
+    return f"{parts[0]:>16}{parts[1]:>12}{1e3 * sum(halves):8.1f}"
 
 
 if __name__ == "__main__":
