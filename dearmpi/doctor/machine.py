@@ -171,7 +171,8 @@ def _reason(broken: Sequence[ProbeVerdict]) -> str:
     return f" ({said[-1][:120]})" if said else ""
 
 
-# Distributions that only some tasks and options need, with the extra that brings each.
+# Distributions that only some tasks, models and trackers need, with the extra that brings each.
+# The whole of mlflow installs mlflow-skinny too.
 EXTRAS = {
     "scikit-learn": "digits",
     "Pillow": "images",
@@ -179,6 +180,8 @@ EXTRAS = {
     "torchvision": "torchvision",
     "timm": "timm",
     "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow-skinny": "mlflow",
 }
 _FORK_SAFE = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
 
@@ -210,14 +213,15 @@ def judge_software(ranks: Sequence[RankFacts]) -> Finding:
 
 
 def judge_extras() -> Finding:
-    """What is installed of the libraries that only some tasks need; none is not a fault."""
+    """What is installed of the libraries that some tasks and trackers need; none is no fault."""
     found = {name: installed_version(name) for name in EXTRAS}
     present = [f"{name} {version}" for name, version in found.items() if version]
     absent = [EXTRAS[name] for name, version in found.items() if not version]
     said = ", ".join(present) or "none"
     if absent:
+        extras = ",".join(absent)
         said += (
-            f"\nnot installed, where a task needs one: pip install 'dearmpi[{','.join(absent)}]'"
+            f"\nnot installed, where a task or tracker needs one: pip install 'dearmpi[{extras}]'"
         )
     return ok("extras", said)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from dearmpi.doctor.host_network import (
     judge_transport,
 )
 from dearmpi.doctor.machine import (
+    EXTRAS,
     abbreviate,
     is_crowded,
     judge_cores,
@@ -34,6 +37,7 @@ from dearmpi.train.ranks.device import VisibleGpus
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.unit.doctor.ranks import rank
 
+ROOT = Path(__file__).resolve().parents[3]
 MPICH = Library("MPICH", "5.0.2", "4.1.2", "mpich", "MPI_THREAD_MULTIPLE", "ch4:ofi")
 
 
@@ -297,8 +301,17 @@ def test_what_is_not_installed_is_named_with_what_brings_it(
         judge_extras(),
         "ok",
         "Pillow 13.0, timm 1.0",
-        "[digits,transformers,torchvision,tensorboard]",
+        "[digits,transformers,torchvision,tensorboard,wandb,mlflow]",
     )
+
+
+def test_every_extra_that_an_optional_library_brings_is_looked_for() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = declared["optional-dependencies"]
+    for distribution, extra in EXTRAS.items():
+        assert any(re.match(rf"{distribution}\b", needed) for needed in extras[extra])
+    of_others = {"mpich", "openmpi", "frameworks", "test", "docs"}
+    assert set(EXTRAS.values()) == set(extras) - of_others
 
 
 @pytest.mark.parametrize(
