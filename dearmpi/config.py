@@ -155,20 +155,20 @@ class EngineConfig:
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
         keeps its shard unrounded for the optimizer; the model's parameters are rounded, those that
         no step has changed yet for good.
-    compress: what large buckets of fp32 are sent as, both ways: ``int8`` or ``int4``, with a scale
-        for each 256 or 64 elements: about 4 and 7.5 times fewer bytes. Gradients are quantized once
-        and added in fp32. With ``gather="parameters"`` every rank keeps its shard in fp32 for the
-        optimizer, as well as what replicas show of it, and sends the difference. ``nonzero`` loses
-        nothing: it sends the blocks of 64 elements that are not zero on some rank, or that a step
-        has changed. ``random-block``, ``random-k``, ``topk`` (the largest elements, each rank its
-        own) and ``block-topk`` (the blocks of 1024 whose sums are largest) send ``density`` of a
-        gradient in a step and the rest in later ones, and parameters as ``int8`` does; for SGD.
-        ``powersgd``, with ``gather="gradients"``, sends two factors of each matrix in turn, and
-        the rest later. ``sketch`` adds up the blocks of ``nonzero`` in a few cells, checks what it
-        decodes, and sends a bucket whole where that fails; rounding to 30 bits waits. ``auto``
-        sends the first steps whole and measures them, the link and what codecs compute. Then it
-        takes what the simulator predicts to be faster by 3 % or more, of bf16, ``int8`` and
-        ``int4``, which any optimizer bears.
+    compress: what large buckets of fp32 or fp64 are sent as, both ways: ``int8`` or ``int4``, with
+        a scale for each 256 or 64 elements: about 4 and 7.5 times fewer bytes. Gradients are
+        quantized once and added in fp32. With ``gather="parameters"`` every rank keeps its shard in
+        fp32 for the optimizer, as well as what replicas show of it, and sends the difference.
+        ``nonzero`` loses nothing: it sends the blocks of 64 elements that are not zero on some
+        rank, or that a step has changed. ``random-block``, ``random-k``, ``topk`` (the largest
+        elements, each rank its own) and ``block-topk`` (the blocks of 1024 whose sums are largest)
+        send ``density`` of a gradient in a step and the rest in later ones, and parameters as
+        ``int8`` does; for SGD. ``powersgd``, with ``gather="gradients"``, sends two factors of each
+        matrix in turn, and the rest later. ``sketch`` adds up the blocks of ``nonzero`` in a few
+        cells, checks what it decodes, and sends a bucket whole where that fails; rounding to 30
+        bits waits. ``auto`` sends the first steps whole and measures them, the link and what codecs
+        compute. Then it takes what the simulator predicts to be faster by 3 % or more, of bf16,
+        ``int8`` and ``int4``, which any optimizer bears.
     density: of sparse ``compress``, the part of each shard that is sent; None: 0.01.
     error_feedback: of sparse ``compress``, what becomes of the rest: ``ef14`` adds it to the next
         gradient, ``ef21`` sends differences to an estimate, for any optimizer, ``none`` drops it;
@@ -248,9 +248,9 @@ class EngineConfig:
     compress: Compress = _declare(
         "none",
         "choice",
-        "send large buckets of fp32 in 8 or 4 bits an element, both ways; nonzero: only blocks "
-        "that are not zero, or have changed; auto: bf16, int8 or int4, where the first steps show "
-        "that it pays; the others: a part of a gradient in each step",
+        "send large buckets of fp32 or fp64 in 8 or 4 bits an element, both ways; nonzero: only "
+        "blocks that are not zero, or have changed; auto: bf16, int8 or int4, where the first "
+        "steps show that it pays; the others: a part of a gradient in each step",
         choices=get_args(Compress),
     )
     density: float | None = _declare(
