@@ -113,6 +113,11 @@ class Job:
         """The optimizer, where ranks train alone between exchanges."""
         return self.optimizer if isinstance(self.optimizer, LocalOptimizer) else None
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether this rank's next step has a backprop: not outside the cohort of a round."""
+        return not isinstance(self.optimizer, Scaffnew) or self.optimizer.takes_part
+
     def shared_parameters(self) -> AbstractContextManager[None]:
         """Inside, the model has the parameters that are the same on all ranks, to evaluate it."""
         return nullcontext() if self.local is None else self.local.at_anchor()

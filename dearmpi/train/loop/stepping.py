@@ -56,7 +56,7 @@ def _step(job: Job, step: int, loader: _BatchLoader) -> StepResult:
     *early, last = loader.shares()
     skips = job.settings.on_nan == "skip"
     buffers = _copy_buffers(job.task.model) if skips else {}
-    losses = _Losses()
+    losses = _Losses(goes_back=job.needs_gradients)
     with job.optimizer.no_sync():
         for share in early:
             losses.note(_go_forward(job, share, loader), share.weight)
@@ -202,9 +202,12 @@ def _go_forward(job: Job, share: MicroBatch, loader: _BatchLoader) -> Tensor | N
 class _Losses:
     """The losses of a step's micro-batches. They are read after the step's last operation is
     queued, since reading waits for the device.
+
+    goes_back: whether they have a backprop. Their values count in metrics either way.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, goes_back: bool = True) -> None:
+        self._goes_back = goes_back
         self._last: tuple[Tensor, float] | None = None
         self._all: list[tuple[Tensor, float]] = []
 
@@ -218,6 +221,8 @@ class _Losses:
         """Backprop of the last one."""
         if self._last is not None:
             (loss, weight), self._last = self._last, None
+            if not self._goes_back:
+                return
             loss = loss * weight if weight != 1.0 else loss
             torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
 
@@ -249,7 +254,7 @@ def _update(job: Job, step: int, losses: _Losses, lr: float) -> StepResult:
     norm: float | None = None
     if job.scaler is not None:
         job.scaler.unscale_(job.optimizer)
-    if job.settings.max_grad_norm > 0:
+    if job.settings.max_grad_norm > 0 and job.needs_gradients:
         norm = float(job.optimizer.clip_grad_norm_(job.settings.max_grad_norm))
         if not math.isfinite(norm) and job.scaler is None:
             job.optimizer.zero_grad()

@@ -15,12 +15,20 @@ from dearmpi.comm.world import World
 from dearmpi.engine.bucket import bucket
 from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train import checkpoint
+from dearmpi.train.loop.job import Job
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.tasks.auc import build_auc
 from dearmpi.train.tasks.task import Task
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
-from tests.unit.train.points import Notes, make_job, make_task, parameters, train
+from tests.unit.train.points import (
+    Notes,
+    make_job,
+    make_task,
+    parameters,
+    squared_error,
+    train,
+)
 
 LOCAL: dict[str, Any] = {
     "optimizer": "AdamW",
@@ -147,6 +155,29 @@ def test_control_variates_stay_with_their_number_of_ranks(tmp_path: Path) -> Non
             run(world, tmp_path / "other", 13, resume=newest, **SCAFFNEW)
 
     run_ranks(3, go_on)
+
+
+def test_ranks_outside_the_cohort_have_no_backprop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters and losses are those of ranks that compute what is then not used."""
+    num_backprops: list[int] = []
+
+    def counted(model: torch.nn.Module, batch: Any) -> Tensor:
+        loss = squared_error(model, batch)
+        if loss.requires_grad:
+            loss.register_hook(lambda _: num_backprops.append(1))
+        return loss
+
+    options = {**TAMUNA, "cohort": 2, "max_grad_norm": 0.5, "task": make_task(counted)}
+    found = run_ranks(3, lambda world: run(world, tmp_path / "a", 12, **options))
+    assert len(num_backprops) == 2 * 12
+    monkeypatch.setattr(Job, "needs_gradients", True)
+    expected = run_ranks(3, lambda world: run(world, tmp_path / "b", 12, **options))
+    assert len(num_backprops) == 2 * 12 + 3 * 12
+    for (own, notes), (own_before, notes_before) in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, own_before, strict=True))
+        assert [row.loss for row in notes.rows] == [row.loss for row in notes_before.rows]
 
 
 def test_communication_is_counted_once_for_each_exchange(tmp_path: Path) -> None:
