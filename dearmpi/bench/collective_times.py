@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import get_args
 
@@ -27,6 +27,7 @@ from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.device.comm_stream import compute_on_one_core
 from dearmpi.errors import ConfigError
 from dearmpi.grid import Grid
+from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.model.profile import ModelProfile
 from dearmpi.report.draw.units import align, count_text
 from dearmpi.train.loop.job import Job
@@ -36,12 +37,25 @@ from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.threads import choose_threads
 from dearmpi.train.settings.settings import PLANNING
 from dearmpi.train.settings.sources import Source, make_source, merge
+from dearmpi.tune.calibrate import calibrate
+from dearmpi.tune.calibration import Calibration
 from dearmpi.tune.layer_timer import LayerTimer, slowest_profile
-from dearmpi.tune.topology import measured_grid
+from dearmpi.tune.topology import measured_grid, read_topology
 
 _BYTES_BACK_TO_BACK = 100e6
 _FEWEST, _MOST = 4, 100
-_HEADER = ("collective", "MB", "alone ms", "each ms", "Mbit/s", "of wire", "IMB", "OSU")
+_CALIBRATION_S = 1.0  # for all collectives of the ranks, and for those of each dimension
+_HEADER = (
+    "collective",
+    "MB",
+    "alone ms",
+    "predicted",
+    "each ms",
+    "Mbit/s",
+    "of wire",
+    "IMB",
+    "OSU",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +84,7 @@ class CollectiveTimes:
 
     each_s: seconds of each of many, back to back in the engine's window.
     wire_bits_s: bits per second that each rank sends meanwhile.
+    predicted_s: of one alone, by the calibration of a topology; None without one.
     """
 
     name: str
@@ -77,6 +92,7 @@ class CollectiveTimes:
     overlap: Overlap
     each_s: float
     wire_bits_s: float
+    predicted_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +124,8 @@ def measure_collectives(
     """Measure every reduce-scatter and the all-gather on every size (collective).
 
     sizes_mb: of the whole buffer, in millions of bytes. Times are those of the slowest rank.
-    wire_dtype: in what to send the fp32 buffers. topology: also on its grid.
+    wire_dtype: in what to send the fp32 buffers. topology: also on its grid, beside what a
+    calibration predicts for fp32: that of the file, or one made here.
     Raises ConfigError for one rank, and as ``measured_grid`` does.
     """
     if world.size == 1:
@@ -122,20 +139,36 @@ def measure_collectives(
     compute_on_one_core(world)
     wire = measure_wire(world)
     tell(f"a TCP stream carries {wire / 1e6:.0f} Mbit/s")
+    links = {} if grid is None or wire_dtype else _calibrated(world, grid, topology)
     window = EngineConfig().window
     channel = world.open_channel("benchmark", window=window)
     rows = []
     for megabytes in sizes_mb:
         count = max(1, int(megabytes * 1e6 / 4 / world.size)) * world.size
         for name, operation in _operations(wire_dtype, grid).items():
-            rows.append(
-                _measure(world, channel, name, count, operation, wire_dtype, repeats=repeats)
-            )
+            row = _measure(world, channel, name, count, operation, wire_dtype, repeats=repeats)
+            if name in links:
+                row = replace(row, predicted_s=links[name].alone_s(row.nbytes))
+            rows.append(row)
         tell(f"{megabytes:g} MB done")
     channel.close()
     hosts = len(set(world.hosts))
     shown = "flat" if grid is None else grid.text
     return CollectivesResult(world.size, hosts, window, wire_dtype, wire, tuple(rows), shown)
+
+
+def _calibrated(world: World, grid: Grid, topology: str) -> dict[str, LinkModel]:
+    """By name, what the operations of a ring and of ``grid`` cost (collective)."""
+    path = EngineConfig(topology=topology).topology_file
+    found = None if path is None else read_topology(path)
+    if not isinstance(found, Calibration):
+        found = calibrate(world, CollectiveAlgorithms("ring"), budget_s=_CALIBRATION_S, grid=grid)
+    of_grid, flat, links = found.grid_costs, found.costs, dict[str, LinkModel]()
+    for name, costs in ((found.algorithm, flat), (str(grid), of_grid)):
+        if costs is not None:
+            links[f"reduce-scatter {name}"] = costs.reduce_scatter
+            links[f"all-gather {name}"] = costs.all_gather
+    return links
 
 
 def measure_overlap(world: World, channel: Channel, start: Start, *, repeats: int) -> Overlap:
@@ -155,11 +188,12 @@ def measure_overlap(world: World, channel: Channel, start: Start, *, repeats: in
 
 def describe_collectives(result: CollectivesResult) -> list[str]:
     """Lines: what was measured, and a table."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             row.name,
             f"{row.nbytes / 1e6:g}",
             f"{row.overlap.pure_s * 1e3:.2f}",
+            "" if row.predicted_s is None else f"{row.predicted_s * 1e3:.2f}",
             f"{row.each_s * 1e3:.2f}",
             f"{row.wire_bits_s / 1e6:.0f}",
             f"{row.wire_bits_s / result.wire_bits_s:.1%}",
@@ -168,6 +202,9 @@ def describe_collectives(result: CollectivesResult) -> list[str]:
         )
         for row in result.rows
     ]
+    table: list[tuple[str, ...]] = [_HEADER, *rows]
+    if all(row.predicted_s is None for row in result.rows):
+        table = [(*cells[:3], *cells[4:]) for cells in table]
     return [
         f"{result.world_size} ranks on {count_text(result.hosts, 'host')}; a TCP stream carries "
         f"{result.wire_bits_s / 1e6:.0f} Mbit/s",
@@ -175,7 +212,7 @@ def describe_collectives(result: CollectivesResult) -> list[str]:
         f"each: back to back, {result.window} in flight; IMB, OSU: overlap with computation that "
         "needs no core, as those benchmarks define it",
         "",
-        *align([_HEADER, *rows]),
+        *align(table),
     ]
 
 

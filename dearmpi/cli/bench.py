@@ -115,8 +115,8 @@ class Contents:
     default="flat",
     show_default=True,
     metavar="TOPOLOGY",
-    help="with --collectives: also by dimensions: hosts, sizes such as 2x2, or a .json file; "
-    "methods take it as dear:topology=hosts",
+    help="with --collectives: also by dimensions, measured and predicted: hosts, sizes such as 2x2 "
+    "or 2x2/1x1, or a .json file; methods take it as dear:topology=hosts",
 )
 @engine_option(
     "comm_dtype",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dearmpi import DistributedOptimizer
-from dearmpi.bench.collective_times import measure_collectives
+from dearmpi.bench.collective_times import describe_collectives, measure_collectives
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, run_all
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
@@ -92,6 +92,10 @@ def test_collectives_by_dimensions_are_measured_beside_flat_ones(world: World) -
     result = measure_collectives(world, [0.1], repeats=1, tell=lambda line: None, topology="2x2")
     names = [row.name for row in result.rows]
     assert result.topology == "2x2"
-    assert {"reduce-scatter 2x2", "all-gather 2x2", "reduce-scatter ring"} <= set(names)
+    predicted = {"reduce-scatter 2x2", "all-gather 2x2", "reduce-scatter ring", "all-gather ring"}
+    assert predicted <= set(names)
+    assert {row.name for row in result.rows if row.predicted_s} == predicted
+    table = describe_collectives(result)[-len(names) - 1 :]
+    assert "predicted" in table[0] and len(table[1].split()) == len(table[-1].split()) - 1
     with raises(ConfigError, "topology-misfit", "flat here", "4 ranks"):
         measured_grid(world, EngineConfig(topology="hosts"))  # which are one
