@@ -18,6 +18,7 @@ from dearmpi.cli.flags import CONTEXT
 from dearmpi.cli.measure import calibrate, profile
 from dearmpi.cli.plan import plan
 from dearmpi.cli.requeue import requeue
+from dearmpi.cli.restart import restart
 from dearmpi.cli.run import run
 from dearmpi.cli.run_output import checkpoint, compare, report, runs, trace
 from dearmpi.cli.simulate import simulate
@@ -45,6 +46,7 @@ group.add_command(checkpoint)
 group.add_command(trace)
 group.add_command(doctor)
 group.add_command(requeue)
+group.add_command(restart)
 group.add_command(slurm)
 
 

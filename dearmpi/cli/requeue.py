@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, Self
 
 import click
 
@@ -57,36 +58,59 @@ def _ignoring_warnings() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class WarningSignals:
+    """SIGUSR1 and SIGTERM, passed on as SIGUSR1 to a command; a context manager.
+
+    came: whether one has come.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._forward) for number in _WARNINGS}
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+        """Run ``command``; returns its exit code as a shell would see it.
+
+        Raises ConfigError where it cannot be started.
+        """
+        try:
+            self._child = subprocess.Popen(command, env=environment)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot start {command[0]}: {error.strerror}; give a command and its arguments, "
+                "such as mpirun -n 8 dear-train run",
+                code="command-not-started",
+            ) from error
+        if self.came:
+            self._child.send_signal(signal.SIGUSR1)
+        try:
+            code = self._child.wait()
+        finally:
+            self._child = None
+        return code if code >= 0 else 128 - code
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        if self._child is not None:
+            self._child.send_signal(signal.SIGUSR1)
+
+
 def run_forwarding(command: Sequence[str]) -> int:
     """Run ``command``, with warnings passed on; returns its exit code as a shell would see it.
 
     Raises ConfigError where it cannot be started.
     """
-    asked = False
-    child: subprocess.Popen[bytes] | None = None
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        if child is not None:
-            child.send_signal(signal.SIGUSR1)
-
-    before = {number: signal.signal(number, forward) for number in _WARNINGS}
-    try:
-        child = subprocess.Popen(command)
-        if asked:
-            child.send_signal(signal.SIGUSR1)
-        code = child.wait()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot start {command[0]}: {error.strerror}; give a command and its arguments, such "
-            "as mpirun -n 8 dear-train run",
-            code="command-not-started",
-        ) from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+    with WarningSignals() as warnings:
+        return warnings.run(command)
 
 
 def put_back(environment: Mapping[str, str]) -> str:

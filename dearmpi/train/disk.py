@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,20 +193,19 @@ def lock_folder(path: Path) -> Iterator[FolderLock]:
     """Inside, the file at ``path`` is locked by this process and names it. The system unlocks it
     when the process ends, however it ends.
 
-    A job that SLURM has queued again takes over its own lock, since a file server may keep the lock
-    of a lost node. File systems without locks are used without one.
+    A job that SLURM has queued again, or ``dear-train restart`` has started again, takes over its
+    own lock: a file server may keep that of a lost host. File systems without locks are used
+    without one.
 
     Raises ConfigError if another process has it, DearError if the file cannot be written.
     """
-    job = os.environ.get("SLURM_JOB_ID", "")
-    start = os.environ.get("SLURM_RESTART_COUNT", "0")
+    own = f"process {os.getpid()} on {platform.node()}{_job_and_start(os.environ)}"
     try:
         full_path = path.absolute()
         descriptor = _lock(path)
         if descriptor is None:  # else reading would unlock it: to close a file is to unlock it
             occupant = _read(path)
-            named = re.search(r", job (\S+), start (\S+)$", occupant)
-            if named and named[1] == job and named[2] != start:
+            if _is_earlier_start(occupant, own):
                 path.unlink()
                 descriptor = _lock(path)
         if descriptor is None:
@@ -215,9 +214,6 @@ def lock_folder(path: Path) -> Iterator[FolderLock]:
                 f"end, or use another --name (if that process is gone, remove {path})",
                 code="run-folder-in-use",
             )
-        own = f"process {os.getpid()} on {platform.node()}" + (
-            f", job {job}, start {start}" if job else ""
-        )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{own}\n".encode(), 0)
     except OSError as error:
@@ -226,6 +222,27 @@ def lock_folder(path: Path) -> Iterator[FolderLock]:
         yield FolderLock(path, descriptor, full_path)
     finally:
         os.close(descriptor)
+
+
+def _job_and_start(environment: Mapping[str, str]) -> str:
+    """What tells a start of SLURM, or of ``dear-train restart``, from another of the same job."""
+    text = ""
+    for word, number, start in (
+        ("job", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+        ("restarted", "DEARMPI_JOB", "DEARMPI_START"),
+    ):
+        if environment.get(number):
+            text += f", {word} {environment[number]}, start {environment.get(start, '0')}"
+    return text
+
+
+def _is_earlier_start(occupant: str, own: str) -> bool:
+    """Whether both, as ``lock_folder`` writes them, are of one job, ``occupant`` started before."""
+    theirs, ours = (
+        {job: int(start) for job, start in re.findall(r", (\w+ \S+), start (\d+)(?=,|$)", text)}
+        for text in (occupant, own)
+    )
+    return any(theirs[job] < ours[job] for job in theirs.keys() & ours.keys())
 
 
 def _lock(path: Path) -> int | None:

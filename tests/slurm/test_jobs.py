@@ -189,6 +189,21 @@ def test_a_job_that_is_preempted_is_queued_again_and_ends_with_the_same_numbers(
     check_went_on(site, job, whole)
 
 
+@pytest.mark.parametrize("script", ["train.sbatch", "train-srun.sbatch"])
+def test_a_job_that_loses_a_node_goes_on_with_the_others(site: Site, script: str) -> None:
+    saves = ("--checkpoint-interval", "2", "--max-steps", str(NUM_STEPS), *LEISURELY)
+    job = site.submit(script, "--task", "line.py:make", *saves)
+    site.wait_for("step 6/", job)
+    # SLURM takes it back when it next registers, but not into the job.
+    site.cluster.call("scontrol", "update", "NodeName=s1", "State=DOWN", "Reason=lost")
+    site.wait_for("no answer from s1: going on with 1 of 2 ranks", job)
+    (site.folder / f"hurry-{job}").touch()
+    ended = site.wait_for_end(job)
+    assert (ended.state, ended.restarts) == ("COMPLETED", 0), site.output(job)
+    assert "line on 1 rank," in site.output(job) and "resumed at step" in site.output(job)
+    assert f"done at step {NUM_STEPS} of {NUM_STEPS}" in site.output(job)
+
+
 def test_a_sweep_runs_each_line_in_a_job_of_its_own(site: Site) -> None:
     (site.folder / "sweep.txt").write_text("--lr 0.1\n--lr 0.2 --optimizer SGD\n")
     options = ("--array=1-2", "--nodes=1", "--ntasks-per-node=1", "--output=sweep-%a.out")

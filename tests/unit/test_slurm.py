@@ -10,6 +10,7 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "slurm"
 QUEUED_AGAIN = ("train", "train-srun", "array")
 ALL = (*QUEUED_AGAIN, "bench")
+STARTED = ("dear-train", "requeue", "dear-train", "restart")
 SWEEP = "--lr 0.1\n\n# a remark\n--lr 0.2   --optimizer SGD *\n"
 
 
@@ -80,7 +81,8 @@ def test_without_an_environment_a_script_says_where_it_has_looked(folder: Path, 
 
 def test_mpirun_starts_as_many_ranks_as_slurm_has_tasks(folder: Path) -> None:
     words = run(folder, "train", "--task", "my task.py:make", "--lr", "*")
-    assert words[:7] == ["dear-train", "requeue", "mpirun", "-n", "8", "dear-train", "run"]
+    assert words[:7] == [*STARTED, "mpirun", "-n", "8"]
+    assert words[7:9] == ["dear-train", "run"]
     assert follows(words, "--name", "job-17", "--resume", "auto")
     assert words[-4:] == ["--task", "my task.py:make", "--lr", "*"]
     assert (folder / "settings").read_text() == "3 none\n"
@@ -88,7 +90,7 @@ def test_mpirun_starts_as_many_ranks_as_slurm_has_tasks(folder: Path) -> None:
 
 def test_srun_starts_them_with_the_pmi_of_the_site(folder: Path) -> None:
     words = run(folder, "train-srun", "--epochs", "3")
-    assert words[:4] == ["dear-train", "requeue", "srun", "--mpi=pmi2"]
+    assert words[:6] == [*STARTED, "srun", "--mpi=pmi2"]
     assert "--cpus-per-task=3" in words and follows(words, "dear-train", "run")
     assert words[-2:] == ["--epochs", "3"]
     assert "--mpi=pmix" in run(folder, "train-srun", DEARMPI_PMI="pmix")
@@ -166,5 +168,5 @@ def test_the_environment_and_the_folder_of_runs_are_the_sites(folder: Path, name
 @pytest.mark.parametrize("name", QUEUED_AGAIN)
 def test_slurm_warns_the_script_and_may_queue_it_again(name: str) -> None:
     lines = (SCRIPTS / f"{name}.sbatch").read_text().splitlines()
-    for option in ("--signal=B:USR1@120", "--requeue", "--open-mode=append"):
+    for option in ("--signal=B:USR1@120", "--requeue", "--no-kill", "--open-mode=append"):
         assert f"#SBATCH {option}" in lines

@@ -44,6 +44,7 @@ def test_given_numbers_take_the_place_of_the_files(
             "#SBATCH --cpus-per-task=1",
             "#SBATCH --signal=B:USR1@120",
             "#SBATCH --requeue",
+            "#SBATCH --no-kill",
             "#SBATCH --open-mode=append",
             "#SBATCH --nodes=2",
             "#SBATCH --ntasks-per-node=4",
@@ -53,7 +54,7 @@ def test_given_numbers_take_the_place_of_the_files(
             "#SBATCH --mem=16G",
         ]
     )
-    assert f"dear-train requeue {launcher} " in script
+    assert f"dear-train requeue dear-train restart {launcher} " in script
     # sbatch reads no option after the first command.
     assert script.rindex("#SBATCH ") < script.index("set -eu")
 
@@ -87,6 +88,7 @@ def test_all_of_the_files_numbers_may_be_given() -> None:
         "time": "2:00:00",
         "signal": "B:USR1@300",
         "requeue": None,
+        "no-kill": None,
         "open-mode": "append",
     }
     script = BatchScript(launcher="mpirun", options=given, arguments=(), environment=".venv")
@@ -143,7 +145,8 @@ def test_a_command_of_ones_own_takes_the_place_of_the_run(
         check=True,
     )
     given = ended.stdout.split("\0")[:-1]
-    assert given[:2] == ["requeue", launcher] and given[-len(words) :] == words
+    assert given[:4] == ["requeue", "dear-train", "restart", launcher]
+    assert given[-len(words) :] == words
     assert ("--run-folder" in given, "--resume" in given) == (False, False)
 
 

@@ -43,8 +43,8 @@ def another_job(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "DEARMPI_JOB", "DEARMPI_START"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_second_job_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
@@ -82,6 +82,27 @@ def test_a_job_that_is_queued_again_takes_over_from_itself(
         monkeypatch.setenv("SLURM_JOB_ID", "1")
         monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
         with raises(ConfigError, "run-folder-in-use", 41), lock_folder(path):
+            pass
+
+
+@pytest.mark.parametrize("slurm", [None, "41"])
+def test_a_start_again_takes_over_from_those_before_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: str | None
+) -> None:
+    path = tmp_path / "in-use-by"
+    if slurm is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", slurm)
+    monkeypatch.setenv("DEARMPI_JOB", "a1")
+    monkeypatch.setenv("DEARMPI_START", "1")
+    with another_job(path):
+        for job, start in (("a1", "0"), ("a1", "1"), ("b2", "2")):
+            monkeypatch.setenv("DEARMPI_JOB", job)
+            monkeypatch.setenv("DEARMPI_START", start)
+            with raises(ConfigError, "run-folder-in-use", "a1"), lock_folder(path):
+                pass
+        monkeypatch.setenv("DEARMPI_JOB", "a1")
+        monkeypatch.setenv("DEARMPI_START", "2")
+        with lock_folder(path):
             pass
 
 
