@@ -1,10 +1,11 @@
 """Where does the processor time of the progress thread go?
 
-    bin/netlab run 4 python benchmarks/progress_thread.py [WORKLOAD] [COMPUTE_S] [COUNT] [MS...]
+    bin/netlab run 4 python benchmarks/progress_thread.py [SETTING=VALUE...] [WORKLOAD] [COMPUTE_S]
+        [COUNT] [MS...]
 
 Trains a replayed model, whose computation sleeps. Times what the progress thread calls on its own
-CPU clock, and prints the means per iteration. ``MS``: longest sleeps between polls, in
-milliseconds, to compare in turns.
+CPU clock, and prints medians of an iteration. ``SETTING``: of EngineConfig, as compress=int8.
+``MS``: longest sleeps between polls, in milliseconds, to compare in turns.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from main_thread import Stopwatch  # type: ignore[import-not-found]
 
 from dearmpi import DistributedOptimizer, connect
+from dearmpi.bench.own_methods import read_config
 from dearmpi.bench.process_memory import reuse_pages
 from dearmpi.bench.replay import ReplayModel
 from dearmpi.comm.algorithms.ring import RingReduceScatter
@@ -63,8 +65,10 @@ class ThreadClock:
 
 def main() -> None:
     """Train, and print a table for each longest sleep."""
-    given = [*sys.argv[1:4], *_DEFAULTS[len(sys.argv) - 1 :]]
-    longest = [float(text) / 1e3 for text in sys.argv[4:]] or [sleeping._MOST_SLEEP_S]
+    settings = dict(word.split("=") for word in sys.argv[1:] if "=" in word)
+    words = [word for word in sys.argv[1:] if "=" not in word]
+    given = [*words[:3], *_DEFAULTS[len(words) :]]
+    longest = [float(text) / 1e3 for text in words[3:]] or [sleeping._MOST_SLEEP_S]
     watch, clock = Stopwatch(), ThreadClock()
     for owner, method, title in _ENTRIES:
         watch.attach(owner, method, title)
@@ -80,7 +84,7 @@ def main() -> None:
     )
     model = ReplayModel(profile)
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    optimizer = DistributedOptimizer(inner, model, world=world)
+    optimizer = DistributedOptimizer(inner, model, world=world, config=read_config(settings))
 
     def iterate() -> None:
         optimizer.zero_grad()

@@ -115,3 +115,20 @@ def test_a_message_takes_little_more_than_a_byte_or_half_of_one_for_each_element
 
 def test_nothing_is_a_message_as_well() -> None:
     assert sent(quantizer_of("int4"), torch.zeros(0)).tolist() == []
+
+
+@pytest.mark.parametrize("compress", FORMATS)
+@pytest.mark.parametrize("numel", [5 * 64, (1 << 18) + 4096, (1 << 18) + 77])
+def test_a_sum_has_the_bits_of_a_product_and_a_sum_rounded_apart(
+    compress: Compress, numel: int
+) -> None:
+    quantizer = quantizer_of(compress)
+    values, into = torch.randn(2, numel, generator=torch.Generator().manual_seed(0))
+    message = torch.zeros(quantizer.num_bytes(numel), dtype=torch.uint8)
+    quantizer.encode(values, message)
+    decoded, total = torch.empty(numel), into.clone()
+    for _ in quantizer.decode(message, decoded, adds=False):
+        pass
+    for _ in quantizer.decode(message, total, adds=True):
+        pass
+    assert torch.equal(total, into + decoded)
