@@ -209,3 +209,39 @@ def test_ranks_with_other_weights_are_named() -> None:
             DistributedOptimizer(optimizer, model, world=world, shards=weights)
 
     run_ranks(2, rank)
+
+
+def test_training_with_matrices_of_state_goes_on_on_any_number_of_ranks() -> None:
+    """As in one process that was never stopped, in fp64."""
+    optimizers = pytest.importorskip("pytorch_optimizer", reason="an extra of the tests")
+
+    def train_on(steps: range, start: Any = None, world: World | None = None) -> Any:
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+        optimizer: Any = optimizers.Shampoo(model.parameters(), lr=0.01)
+        if world is not None:
+            optimizer = DistributedOptimizer(optimizer, model, world=world, bucket_cap_mb=1e-4)
+        if start is not None:
+            model.load_state_dict(start[0])
+            optimizer.load_state_dict(copy.deepcopy(start[1]))  # torch steps on what it is given
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            data = torch.randn(24, 6, generator=generator, dtype=torch.float64)
+            own = data if world is None else data.chunk(world.size)[world.rank]
+            optimizer.zero_grad()
+            (model(own) - own.sin()).square().mean().backward()
+            optimizer.step()
+        found = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if world is not None:
+            optimizer.close()
+        return found
+
+    expected = train_on(range(6))
+    start = run_ranks(4, lambda world: train_on(range(3), None, world))[0]
+    assert start[1]["state"][0]["pre_cond_1"].shape == (6, 6)
+    for size in (1, 2, 3):
+        for model, state in run_ranks(size, lambda world: train_on(range(3, 6), start, world)):
+            torch.testing.assert_close(model, expected[0], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(state["state"], expected[1]["state"], rtol=1e-10, atol=1e-12)
+    # One process without this package reads it as its own.
+    torch.testing.assert_close(train_on(range(3, 6), start), expected, rtol=1e-10, atol=1e-12)

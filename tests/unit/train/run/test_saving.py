@@ -105,9 +105,14 @@ def test_state_survives_any_change_of_ranks_and_buckets(tmp_path: Path, gather: 
         known = found
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor", "Muon"])
+SHAMPOO = "pytorch_optimizer:Shampoo"
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor", "Muon", SHAMPOO])
 def test_state_of_owners_survives_any_change_of_ranks(tmp_path: Path, optimizer: str) -> None:
     """Each rank writes what it has, with whatever shapes, or cut; others own it after a change."""
+    if optimizer == SHAMPOO:
+        pytest.importorskip("pytorch_optimizer", reason="an extra of the tests")
     keys = KEYS[optimizer]
     owned: dict[str, Any] = {"optimizer": optimizer, "shards": "whole"}
     known = first_snapshot(tmp_path / "first", 4, "parameters", 1e-4, keys=keys, **owned)
@@ -123,7 +128,13 @@ def test_state_of_owners_survives_any_change_of_ranks(tmp_path: Path, optimizer:
 
 
 ADAMW = {"step", "exp_avg", "exp_avg_sq"}
-KEYS = {"AdamW": ADAMW, "Adafactor": {"step", "row_var", "col_var"}, "Muon": ADAMW}  # of filters
+MATRICES = {f"{kind}_{dim}" for kind in ("pre_cond", "inv_pre_cond") for dim in range(4)}
+KEYS = {  # of filters
+    "AdamW": ADAMW,
+    "Adafactor": {"step", "row_var", "col_var"},
+    "Muon": ADAMW,
+    SHAMPOO: {*MATRICES, "momentum_buffer"},
+}
 
 
 def first_snapshot(
