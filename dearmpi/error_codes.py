@@ -314,7 +314,7 @@ ranks-differ-in-plan
     Ranks were given different plans.
     Give every rank the same plan.
 ranks-differ-in-topology
-    Ranks have read different topology files.
+    Ranks have read different topology files, or only some have one.
     Give every rank the same file.
 state-of-other-model
     A loaded state has other shapes than the model or its optimizer.

@@ -171,15 +171,18 @@ def check_routes(
     """``config``, with its topology settled as by ``settle_topology``, and what for, in words
     (collective).
 
-    Raises MismatchError unless all ranks have their parameters on one kind of device, and
-    ConfigError unless this rank has them on one that can be served, and what ``config`` says of
-    devices has an effect.
+    Raises MismatchError unless all ranks have their parameters on one kind of device, and a file of
+    the topology or none. Raises ConfigError unless this rank has them on one that can be served,
+    and what ``config`` says of devices has an effect.
     """
     model_bytes = sum(param.numel() * param.element_size() for param in params)
     bucket_bytes = min(model_bytes, config.cap_bytes(model_bytes, world_size=world.size))
-    config, grid_choice = settle_topology(world, config, num_bytes=bucket_bytes)
     device = device_of(params)
-    seen = world.all_gather_text(_HOST if device is None else device.name)
+    name = _HOST if device is None else device.name
+    told = [text.split("\n", 1) for text in world.all_gather_text(f"{name}\n{config.topology}")]
+    seen, topologies = [names for names, _ in told], [topology for _, topology in told]
+    _compare_files(world, topologies)
+    config, grid_choice = settle_topology(world, config, num_bytes=bucket_bytes)
     for rank, name in enumerate(seen):
         if (name == _HOST) != (seen[0] == _HOST):
             raise MismatchError(
@@ -201,6 +204,18 @@ def check_routes(
                 code="setting-without-effect",
             )
     return config, grid_choice
+
+
+def _compare_files(world: World, topologies: Sequence[str]) -> None:
+    """Raise MismatchError where some ranks would compare a file that others do not read."""
+    is_file = [EngineConfig(topology=one).topology_file is not None for one in topologies]
+    for rank, topology in enumerate(topologies):
+        if is_file[rank] != is_file[0]:
+            raise MismatchError(
+                f"rank {rank} on {world.hosts[rank]} has topology {topology!r}, rank 0 on "
+                f"{world.hosts[0]} {topologies[0]!r}; give every rank the same",
+                code="ranks-differ-in-topology",
+            )
 
 
 def _check_threads(world: World, device: Device) -> None:

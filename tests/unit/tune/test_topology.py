@@ -87,6 +87,20 @@ def test_files_that_differ_are_refused_with_both(tmp_path: Path) -> None:
         run_ranks(4, lambda world: body(world, other), hub=FakeHub(4, hosts=list(hosts)))
 
 
+@pytest.mark.parametrize("with_file", [0, 1])
+def test_a_file_that_some_ranks_alone_are_given_is_refused(with_file: int, tmp_path: Path) -> None:
+    """Before anything is read, so that all ranks compare the same."""
+    path = written(tmp_path / "racks.json")
+
+    def body(world: World) -> None:
+        model = nn.Linear(4, 4)
+        topology = path if world.rank == with_file else "flat"
+        DistributedOptimizer(optim.SGD(model.parameters()), model, world=world, topology=topology)
+
+    with raises(MismatchError, "ranks-differ-in-topology", "rank 1 on b", "rank 0 on a", "flat"):
+        run_ranks(2, body, hub=FakeHub(2, hosts=["a", "b"]))
+
+
 @pytest.mark.parametrize(
     ("text", "code", "told"),
     [

@@ -84,7 +84,7 @@ def test_random_grids_and_delays_come_to_their_end(
         _try(grid, hosts, chance)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (2, 2, 2), (4, 2)])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (2, 2, 2), (4, 2), (4, 1), (1, 4)])
 def test_themis_sums_what_a_flat_collective_does(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
