@@ -53,7 +53,7 @@ SGD: list[dict[str, Any]] = [
     {"compress": "powersgd", "gather": "gradients"},
     {"compress": "sketch"},
 ]
-DILOCO: dict[str, Any] = {"sync_every": 20, "outer_lr": 0.7, "outer_momentum": 0.9}
+DILOCO: dict[str, Any] = {"sync_every": 20, "outer_lr": 0.7, "outer_momentum": 0.8}
 BLOCKING: dict[str, Any] = {"fragments": 1, "delay": 0, "compress": "none"}
 STREAMING: dict[str, Any] = {"fragments": 3, "delay": 5, "compress": "int4"}
 LOCAL: list[dict[str, Any]] = [  # after so many steps with averaged gradients
@@ -61,7 +61,8 @@ LOCAL: list[dict[str, Any]] = [  # after so many steps with averaged gradients
     {"sync_after": 600, **DILOCO, **BLOCKING},
     {"sync_after": 200, **DILOCO, **BLOCKING},
     {"sync_after": 600, **DILOCO, **STREAMING},
-    {"sync_after": 600, **DILOCO, "outer_lr": 1.0, "outer_momentum": 0.5, **BLOCKING},
+    {"sync_after": 600, **DILOCO, **STREAMING, "mix": 0.5},
+    {"sync_after": 600, **DILOCO, "outer_momentum": 0.9, **BLOCKING},
 ]
 
 
@@ -118,7 +119,7 @@ def build(seed: int) -> Task:
 
 def name_of(settings: dict[str, Any]) -> str:
     """The way in words."""
-    told = ("sync_after", "outer_lr", "outer_momentum", "fragments", "delay")
+    told = ("sync_after", "outer_lr", "outer_momentum", "fragments", "delay", "mix")
     given = (
         f"{key} {value}" if key in told else str(value)
         for key, value in settings.items()

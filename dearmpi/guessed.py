@@ -226,7 +226,7 @@ LOCAL_SETTINGS = _by_name(
         "should_quantize quantize compression": 'compress="int4", "int8" or "none" is what travels',
         "model_fragments num_fragments sync_fragments": "fragments=8 is their number",
         "outer_optimizer outer_optim": (
-            "outer_lr=0.7 and outer_momentum=0.9 are those of the outer SGD; optimizer.outer is it"
+            "outer_lr=0.7 and outer_momentum=0.8 are those of the outer SGD; optimizer.outer is it"
         ),
         "warmup_steps": "sync_after=1000 averages gradients in each step until then",
         "inner_optimizer optimizer": "give it as the first argument, without a name",

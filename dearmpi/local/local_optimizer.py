@@ -43,7 +43,7 @@ AVERAGING: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Arguments with which ranks go on from the mean of their parameters."""
-_MOST_FRAGMENTS, _MOST_DELAY, _MIX = 8, 5, 0.5
+_MOST_FRAGMENTS, _MOST_DELAY = 8, 5
 
 
 class LocalOptimizer(LocalSaving):
@@ -70,10 +70,10 @@ class LocalOptimizer(LocalSaving):
         *,
         sync_every: int = 50,
         outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_momentum: float = 0.8,
         fragments: int | None = None,
         delay: int | None = None,
-        mix: float | None = None,
+        mix: float = 0.0,
         compress: Compress | None = None,
         sync_after: int = 0,
         world: World | None = None,
@@ -83,7 +83,7 @@ class LocalOptimizer(LocalSaving):
 
         fragments: None: 8, or as many as ``sync_every`` and the model's buckets allow.
         delay: None: 5, or as many steps as the schedule allows.
-        mix: the part of its own values that a rank keeps at a merge; None: 0.5, without delay 0.
+        mix: the part of its own values that a rank keeps at a merge; the paper has 0.5.
         compress: of what is exchanged, as in ``EngineConfig``; None: ``int4``, for parameters in
             host memory.
         sync_after: steps at the start in which gradients are averaged as by DistributedOptimizer.
@@ -254,9 +254,7 @@ class LocalOptimizer(LocalSaving):
     def _switch(self, mode: str) -> None:
         getattr(self._optimizer, mode)()
 
-    def _plan(
-        self, sync_every: int, fragments: int | None, delay: int | None, mix: float | None
-    ) -> None:
+    def _plan(self, sync_every: int, fragments: int | None, delay: int | None, mix: float) -> None:
         """Settle the schedule by the number of buckets."""
         num_buckets = sum(bucket.trained for bucket in self.outer.layout)
         if fragments is None:
@@ -264,7 +262,7 @@ class LocalOptimizer(LocalSaving):
         if delay is None:
             delay = min(_MOST_DELAY, LocalSchedule.most_delay(sync_every, fragments))
         self.exchanges = LocalSchedule(sync_every, fragments, delay)
-        self.mix = check_mix((_MIX if delay else 0.0) if mix is None else mix, delay)
+        self.mix = check_mix(mix, delay)
         self.fragments = self._anchor.fragments(fragments)
 
     def _step_alone(self) -> None:

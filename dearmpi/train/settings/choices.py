@@ -306,8 +306,7 @@ class RunChoices:
         None,
         "Communication",
         "number",
-        "with --sync-every: part of its own values that a rank keeps; default: 0.5, without delay "
-        "0",
+        "with --sync-every: part of its own values that a rank keeps; default: 0",
         least=0,
         fixed=True,
     )
@@ -322,7 +321,7 @@ class RunChoices:
         None,
         "Communication",
         "number",
-        "with --sync-every: its Nesterov momentum; default: 0.9",
+        "with --sync-every: its Nesterov momentum; default: 0.8",
         least=0,
         fixed=True,
     )
