@@ -216,7 +216,7 @@ optimizer-couples-tensors
     Use `gather="gradients"`, or an optimizer that treats each tensor by itself.
 trial-step-failed
     A trial step of the optimizer failed on the tensors that it would get.
-    Use the setting that the message names, such as `gather="gradients"` or `master_weights=True`.
+    Use the setting that the message names, such as `shards="whole"` or `master_weights=True`.
 optimizer-moves-parameters
     A step of the optimizer gives parameters other memory.
     Change values in place, as by `p.data.copy_(values)`.

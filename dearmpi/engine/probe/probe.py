@@ -206,8 +206,9 @@ def require_elementwise(optimizer: Optimizer) -> None:
         except Exception as error:
             require_separable(optimizer)
             raise ConfigError(
-                f"{type(optimizer).__name__} cannot be sharded (a trial step failed: {error}); use "
-                "gather='gradients'",
+                f"{type(optimizer).__name__} cannot update pieces of tensors (a trial step failed: "
+                f"{error}); use shards='whole', so that each tensor has one owner, or "
+                "gather='gradients', with which every rank updates all",
                 code="trial-step-failed",
             ) from error
         if not fits:

@@ -124,6 +124,18 @@ def test_an_optimizer_whose_trial_step_fails_is_refused_with_the_reason(
     run_ranks(1, rank)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 and newer have Muon")
+@pytest.mark.parametrize("shards", ["even", [3, 1]])
+def test_an_optimizer_that_takes_no_pieces_is_told_of_owners(shards: Any) -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2, bias=False)
+        inner = torch.optim.Muon(model.parameters())
+        with raises(ConfigError, "trial-step-failed", "shards='whole'", "gather='gradients'"):
+            DistributedOptimizer(inner, model, world=world, shards=shards)
+
+    run_ranks(2, rank)
+
+
 def test_a_batch_normalisation_in_two_places_stays_one() -> None:
     def rank(world: World) -> None:
         norm = nn.BatchNorm1d(3)
