@@ -1,4 +1,4 @@
-"""The tutorial's blocks, run as a reader would run them."""
+"""The tutorials' blocks, run as a reader would run them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from tests.job import clean_environment
 from tests.stand_in import stand_in
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "tutorials" / "twenty-minutes.md"
+TUTORIALS = ROOT / "docs" / "tutorials"
 LIMIT_S = 240
 SCRIPT = "digits.py"
+DONE_BEFORE = r"bin/setup|\. |pip install"  # environments are set up before the tests
+DEMO = ("bin/demo", "mpirun -n 2 dear-train run --max-steps 10 --batch-size 4")
 # The page's job is killed in time because it has many steps; those that go on end sooner here.
 FEWER = ("mpirun -n 3", f"sed -i s/num_steps=1000/num_steps=400/ {SCRIPT}; mpirun -n 3")
 FEWER_LATER = ("num_steps=1200", "num_steps=700")
 FIRST_OF_LOOP = "for step"  # from here on a block of Python replaces the script
 
 
-def blocks() -> list[tuple[str, str]]:
+def blocks(page: str) -> list[tuple[str, str]]:
     """Language and text of each block."""
-    return re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return re.findall(r"```(\w+)\n(.*?)```", (TUTORIALS / page).read_text(), re.DOTALL)
 
 
 def changed(text: str, diff: str) -> str:
@@ -91,11 +93,11 @@ class Reader:
 
     def run(self, commands: str) -> None:
         """Run a block's commands; only setting up is left out, as it was done before the tests."""
-        if "digits.py" in commands:
+        if SCRIPT in commands:
             (self.folder / SCRIPT).write_text(self.script.replace(*FEWER_LATER))
-        lines = [line for line in commands.splitlines() if not re.match(r"bin/setup|\. ", line)]
+        lines = [line for line in commands.splitlines() if not re.match(DONE_BEFORE, line)]
         ended = subprocess.run(
-            ["bash", "-e", "-c", "\n".join([*lines, "pwd"]).replace(*FEWER)],
+            ["bash", "-e", "-c", "\n".join([*lines, "pwd"]).replace(*FEWER).replace(*DEMO)],
             cwd=self.folder,
             env=self.variables,
             stdout=subprocess.PIPE,
@@ -120,9 +122,17 @@ def test_every_block_does_what_the_page_says(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     reader = Reader(tmp_path)
     losses = []
-    for language, text in blocks():
+    for language, text in blocks("twenty-minutes.md"):
         reader.do(language, text)
         if "step 50  loss" in reader.output and language == "text":
             losses.append(reader.output)
     plain, on_two_ranks = losses
     assert plain == on_two_ranks
+
+
+def test_the_first_ten_minutes_go_as_written(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    reader = Reader(tmp_path)
+    for language, text in blocks("first-ten-minutes.md"):
+        reader.do(language, text)
