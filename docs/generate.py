@@ -1,6 +1,6 @@
-"""Write the reference pages that follow from the code: settings, errors, fields, classes.
+"""Write the reference pages that follow from the code: settings, errors, fields, classes, scale.
 
-    python docs/generate.py            writes docs/reference/{settings,errors,manifest,classes}.md
+    python docs/generate.py            writes them into docs/reference/
     python docs/generate.py --check    writes nothing; status 1 if a page is not current
 
 ``bin/docs`` runs it, and a test compares the committed pages with ``pages()``.
@@ -26,6 +26,7 @@ from dearmpi.error_codes import CODES  # noqa: E402
 from dearmpi.train.checkpoint.manifest import FORMAT, VERSION, Manifest  # noqa: E402
 from dearmpi.train.settings.choices import RunChoices  # noqa: E402
 from dearmpi.train.settings.setting import named  # noqa: E402
+from docs.scale_page import scale_page  # noqa: E402
 
 REFERENCE = ROOT / "docs" / "reference"
 _ITEM = re.compile(r"^(\w+(?:, \w+)*): (.*?)(?=^\w+(?:, \w+)*: |\n\n|\Z)", re.M | re.S)
@@ -203,6 +204,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "errors.md": errors_page(),
         REFERENCE / "manifest.md": manifest_page(),
         REFERENCE / "classes.md": classes_page(),
+        REFERENCE / "scale.md": scale_page(NOTE, table),
     }
 
 
