@@ -33,7 +33,7 @@ FAULTS = (
     Fault(
         "a second backprop replaces the first one's gradients",
         "engine/bucket/bucket.py",
-        "            self.gradients.shard.add_(self._carried)\n",
+        "            shard.add_(self._carried)\n",
         "",
         (f"{ENGINE}/test_gradients.py::test_gradients_of_two_backprops_add_up",),
     ),

@@ -53,7 +53,7 @@ print(json.dumps({
     "host": [os.environ["GROUP_RANK"], os.environ["GROUP_WORLD_SIZE"]],
     "launched": dist.is_torchelastic_launched(),
     "layers": sum(isinstance(m, nn.SyncBatchNorm) for m in model.modules()),
-}), flush=True)
+}) + "\\n", end="", flush=True)  # one piece, which the other rank's cannot part
 dist.destroy_process_group()
 """
 

@@ -37,6 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith(("SLURM_", "DEAR_TRAIN_"))]:
         monkeypatch.delenv(name)
     stand_in(tmp_path / "bin" / "mpirun", MPIRUN)
+    stand_in(tmp_path / "bin" / "dear-train", "exit 1")  # it is looked for, and not started here
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
