@@ -93,6 +93,7 @@ def kill_host(folder: Path, host: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--times", type=int, default=3, help="how often it is measured")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and the job ends with this
     for number in range(parser.parse_args().times):
         with tempfile.TemporaryDirectory(prefix="dear-restart-") as folder:
             seconds, before, resumed = measure(Path(folder))
