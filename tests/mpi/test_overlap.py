@@ -116,12 +116,17 @@ def iteration_s(slow_world: World, wire: Wire) -> Iterate:
         )
         wire.seconds, before = operation_s, wire.num_carried
         times = []
+        first_s = time.perf_counter()
         for _ in range(_NUM_TRIES):
             slow_world.barrier()
             start = time.perf_counter()
             model.backward()
             optimizer.step()
             times.append(time.perf_counter() - start)
+        # One iteration alone may be shorter than its network time, after one that was disturbed:
+        # the wire went on meanwhile. All but the last have passed it when the last one ends.
+        passed_s = (_NUM_TRIES - 1) * 2 * NUM_LAYERS * operation_s
+        assert time.perf_counter() - first_s >= passed_s
         optimizer.close()
         wire.seconds = 0.0
         assert wire.num_carried - before == _NUM_TRIES * 2 * NUM_LAYERS
@@ -147,5 +152,4 @@ def test_communication_longer_than_computation_costs_the_excess(iteration_s: Ite
     operation_s = 1.5 * LAYER_S
     dear_s = iteration_s(operation_s, schedule="dear")
     network_s = 2 * NUM_LAYERS * operation_s
-    assert dear_s > 0.95 * network_s  # no less than the network needs
-    assert dear_s < 0.9 * (network_s + COMPUTE_S)  # and computation hides behind it
+    assert dear_s < 0.9 * (network_s + COMPUTE_S)  # computation hides behind the network
