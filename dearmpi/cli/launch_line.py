@@ -96,8 +96,9 @@ class LaunchLine:
 def read_launch_line(command: Sequence[str], environment: Mapping[str, str]) -> LaunchLine:
     """Take ``command`` apart: a launcher, its options, perhaps ``--``, and the program.
 
-    Hosts are those that the options name, else those of the SLURM job. Raises ConfigError where the
-    program cannot be told from the options, and for hosts or numbers that no launcher takes.
+    Hosts are those that the options name, else those of the job in SLURM, PBS or LSF. Raises
+    ConfigError where the program cannot be told from the options, and for hosts or numbers that no
+    launcher takes.
     """
     launcher, *words = command
     kind = _kind_of(launcher)
@@ -269,12 +270,14 @@ def _read_file(path: str) -> list[tuple[str, int | None]]:
 
 
 def _allocated(kind: Kind, environment: Mapping[str, str]) -> list[tuple[str, int | None]]:
-    """Hosts of MPICH's variable, or of the SLURM job with its tasks on each; else none."""
+    """Hosts of MPICH's variable, or of the job in SLURM, PBS or LSF with its places on each; else
+    none.
+    """
     if kind == "hydra" and environment.get("HYDRA_HOST_FILE"):
         return _read_file(environment["HYDRA_HOST_FILE"])
     nodes = environment.get("SLURM_JOB_NODELIST")
     if not nodes:
-        return []
+        return [] if kind == "srun" else _in_other_queues(environment)
     hosts = _ask("scontrol", "show", "hostnames", nodes).split()
     counts: list[int | None] = []
     for count, times in re.findall(
@@ -283,6 +286,18 @@ def _allocated(kind: Kind, environment: Mapping[str, str]) -> list[tuple[str, in
         counts += [int(count)] * int(times or 1)
     counts += [None] * (len(hosts) - len(counts))
     return list(zip(hosts, counts, strict=False))
+
+
+# Of PBS and LSF: a file with a line for each place of a host.
+_QUEUE_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE")
+
+
+def _in_other_queues(environment: Mapping[str, str]) -> list[tuple[str, int | None]]:
+    """Hosts of a job in PBS or LSF, each as often as it has places; else none."""
+    for name in _QUEUE_FILES:
+        if environment.get(name):
+            return _read_file(environment[name])
+    return [(host, None) for host in environment.get("LSB_HOSTS", "").split()]
 
 
 def _place(

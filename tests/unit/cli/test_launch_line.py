@@ -70,6 +70,37 @@ def test_the_variable_of_mpich_names_a_file_of_hosts() -> None:
     assert read("mpirun -n 4 train", HYDRA_HOST_FILE="plain").ranks == {"n0": 2, "n1": 2}
 
 
+QUEUE = "n0\nn0\nn0\nn1\nn1\nn1\n"  # a line for each place, as PBS and LSF write it
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("PBS_NODEFILE", "queue"), ("LSB_DJOB_HOSTFILE", "queue"), ("LSB_HOSTS", QUEUE)],
+)
+def test_hosts_of_a_job_in_pbs_or_lsf_have_as_many_ranks_as_places(
+    variable: str, value: str, programs: Path
+) -> None:
+    (programs / "queue").write_text(QUEUE)
+    job = {variable: value.replace("\n", " ") if value == QUEUE else value}
+    for command in ("mpirun", "ompirun"):
+        assert read(f"{command} -n 6 train", **job).ranks == {"n0": 3, "n1": 3}
+        assert read(f"{command} -n 4 train", **job).ranks == {"n0": 3, "n1": 1}
+        assert read(f"{command} train", **job).ranks == {"n0": 3, "n1": 3}
+        assert read(f"{command} -n 2 -host n4,n5 train", **job).ranks == {"n4": 1, "n5": 1}
+    assert read("srun -n 2 train", **job).ranks == {}  # which SLURM alone starts
+    slurm = {"SLURM_JOB_NODELIST": "s[0-2]", "SLURM_TASKS_PER_NODE": "2(x3)"}
+    assert read("mpirun -n 6 train", **job, **slurm).ranks == {"s0": 2, "s1": 2, "s2": 2}
+    line = read("mpirun -n 6 train", **job)
+    assert " ".join(line.on(["n1"])) == "mpirun -hosts n1:3 -n 3 train"
+
+
+def test_of_lsf_the_file_goes_before_the_list_and_a_lost_file_is_told() -> None:
+    job = {"LSB_DJOB_HOSTFILE": "numbers", "LSB_HOSTS": "n7 n8"}
+    assert read("mpirun -n 6 train", **job).ranks == {"n0": 2, "n1": 4}
+    with raises(ConfigError, "file-missing", "nowhere"):
+        read("mpirun -n 6 train", PBS_NODEFILE="nowhere")
+
+
 @pytest.mark.parametrize(
     ("command", "elsewhere", "probe"),
     [

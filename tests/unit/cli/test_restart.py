@@ -34,7 +34,8 @@ LOST = "touch dead-n1; exit 255"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "DEAR_TRAIN_"))]:
+    queues = ("SLURM_", "PBS_", "LSB_", "DEAR_TRAIN_")
+    for name in [name for name in os.environ if name.startswith(queues)]:
         monkeypatch.delenv(name)
     stand_in(tmp_path / "bin" / "mpirun", MPIRUN)
     stand_in(tmp_path / "bin" / "dear-train", "exit 1")  # it is looked for, and not started here
