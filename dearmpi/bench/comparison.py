@@ -38,6 +38,7 @@ Tell = Callable[[str], None]
 Keep = Callable[[Result], None]
 
 _LINK_REPEATS = 3  # of communication alone in each round
+_LINK_S = 30.0  # after which no further round measures it, as over a slow link
 
 
 def compare_methods(
@@ -65,9 +66,10 @@ def compare_methods(
     entries = [(alone, result.alone), *zip(methods, result.rows, strict=True)]
     for number in range(length.num_rounds):
         warm_up_s = LINK_WARM_UP_S if number == 0 else 0
-        result.link += measure_link(
-            world, buckets, config, repeats=_LINK_REPEATS, warm_up_s=warm_up_s
-        )
+        if sum(times.total_s for times in result.link) < _LINK_S:
+            result.link += measure_link(
+                world, buckets, config, repeats=_LINK_REPEATS, warm_up_s=warm_up_s
+            )
         turns = entries if number % 2 == 0 else entries[::-1]  # so that no drift favours one
         for method, row in turns:
             if not row.error:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle
 
 import torch
 
@@ -26,6 +27,8 @@ from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.train.ranks.agreement import together
 
+_MOST_S = 10.0
+
 
 def measure_link(
     world: World,
@@ -38,7 +41,8 @@ def measure_link(
     """All reduce-scatters, then all all-gathers, as the engine posts them (collective).
 
     The time is that of the slowest rank. Before the first, one of either kind is not measured.
-    warm_up_s: for how long to measure before that in vain, where there are several hosts, since new
+    repeats: at most; fewer, but one, if they would take more than 10 s, as over a slow link.
+    warm_up_s: for how long to send before that in vain, where there are several hosts, since new
     TCP connections carry less at first.
     """
     compute_on_one_core(world)
@@ -53,9 +57,13 @@ def measure_link(
 
     begin = time.perf_counter()
     if len(set(world.hosts)) > 1:
-        while world.all_reduce([time.perf_counter() - begin], "max")[0] < warm_up_s:
-            measure()
-    times = [measure() for _ in range(repeats)]
+        for start in cycle([*reduces, *gathers]):  # one by one: all may take a minute
+            if world.all_reduce([time.perf_counter() - begin], "max")[0] >= warm_up_s:
+                break
+            run_all(world, channel, [start])
+    times = [measure()]
+    while len(times) < repeats and sum(t.total_s for t in times) + times[-1].total_s <= _MOST_S:
+        times.append(measure())
     channel.close()
     return times
 

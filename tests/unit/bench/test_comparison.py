@@ -131,6 +131,19 @@ def test_times_are_means_over_ranks_of_each_part(monkeypatch: pytest.MonkeyPatch
     assert run_ranks(2, rank) == [([MeasuredIteration(1.5, 3.0, 4.5)] * NUM_BATCHES, 9.0)] * 2
 
 
+@pytest.mark.parametrize(("seconds", "rounds"), [(1.0, 4), (8.0, 2), (40.0, 1)])
+def test_a_slow_link_is_not_measured_in_every_round(
+    alone: World, seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "measure_link", lambda *_, **__: [LinkTimes(seconds, seconds)])
+    subject = ReplayedModel(PROFILE, batch_size=8, rank=0, world_size=1)
+    length = Length(num_warmup=1, num_batches=1, num_rounds=4)
+    methods = [read_method("serial")]
+    result = compare_methods(alone, subject, methods, length=length, tell=lambda line: None)
+    assert len(result.link) == rounds
+    assert len(result.rows[0].blocks) == 4 and result.bounds is not None
+
+
 def test_what_tunes_itself_is_known_before_it_enters() -> None:
     tuned = [name for name in ("dear", "planned", "bayes", "ddp") if read_method(name).tunes_itself]
     assert tuned == ["planned", "bayes"]

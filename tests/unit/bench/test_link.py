@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +73,43 @@ def test_the_slowest_rank_s_time_counts(monkeypatch: pytest.MonkeyPatch) -> None
         return measure_link(world, list(LAYOUT), EngineConfig(), repeats=1)
 
     assert run_ranks(2, rank) == [[LinkTimes(2.0, 2.0)]] * 2
+
+
+@pytest.mark.parametrize(("one_way_s", "expected"), [(0.5, 3), (2.4, 2), (2.6, 1), (30.0, 1)])
+def test_over_a_slow_link_it_is_repeated_less_often(
+    one_way_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the slowest rank's time, so that all ranks repeat alike."""
+    monkeypatch.setattr(link, "run_all", lambda world, *_: one_way_s * (world.rank + 1) / 2)
+
+    def rank(world: World) -> list[LinkTimes]:
+        return measure_link(world, list(LAYOUT), EngineConfig(), repeats=3)
+
+    assert run_ranks(2, rank) == [[LinkTimes(one_way_s, one_way_s)] * expected] * 2
+
+
+def test_a_warm_up_ends_with_the_operation_in_which_its_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All operations once may take a minute over a slow link."""
+    clock, sent = threading.local(), []
+
+    def run_all(world: World, _: Any, starts: Sequence[Any]) -> float:
+        clock.now = getattr(clock, "now", 0.0) + 1.5 * len(starts)
+        if world.is_root:
+            sent.append(len(starts))
+        return 1.5 * len(starts)
+
+    monkeypatch.setattr(link, "run_all", run_all)
+    monkeypatch.setattr(
+        link, "time", SimpleNamespace(perf_counter=lambda: getattr(clock, "now", 0.0))
+    )
+
+    def rank(world: World) -> list[LinkTimes]:
+        return measure_link(world, list(LAYOUT), EngineConfig(), repeats=1, warm_up_s=2.0)
+
+    run_ranks(2, rank, hub=FakeHub(2, hosts=("a", "b")))
+    assert sent == [1, 1, 1, 1, 2, 2]  # once each, two in vain, then what counts
 
 
 @pytest.mark.parametrize(
