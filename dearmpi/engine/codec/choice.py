@@ -17,8 +17,8 @@ from dearmpi.engine.codec.codec import (
 )
 from dearmpi.engine.codec.powersgd import power_codecs
 from dearmpi.engine.codec.quantized import QuantizedGather, QuantizedReduce, Quantizer, quantizer_of
+from dearmpi.engine.codec.selected import sparse_reduces
 from dearmpi.engine.codec.sketch import exact_codecs
-from dearmpi.engine.codec.sparse_choice import sparse_reduces
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.plan.model.codec_cost import CodecCost
 

@@ -4,6 +4,9 @@ Settings of "Sparse Communication for Training Deep Networks" (arXiv 2009.09271)
 shared, and values are added up as a short bucket; or each rank has its own, and owners add what is
 exchanged. A share is sent of each shard, or of each parameter. Largest elements
 that all ranks send are those of the shard's owner, who alone tells the others.
+
+``sparse_reduces`` chooses the sparse codec of a bucket by kind, coordinates and scope, the usual
+ones included.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,10 +24,26 @@ from torch import Tensor
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Collectives, Request
+from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.largest import ALIGNMENT, INDEX_BYTES, LOWERED, block_length, largest
-from dearmpi.engine.codec.residual import ErrorFeedback
-from dearmpi.engine.codec.sparse import Segment, SparseReduce
+from dearmpi.engine.codec.largest import (
+    ALIGNMENT,
+    INDEX_BYTES,
+    LOWERED,
+    ModelShares,
+    TopBlocks,
+    TopElements,
+    block_length,
+    largest,
+)
+from dearmpi.engine.codec.residual import ErrorFeedback, GradientEstimate
+from dearmpi.engine.codec.sparse import (
+    RandomBlocks,
+    RandomElements,
+    Segment,
+    SparseReduce,
+    segments_of,
+)
 
 _ALL_RANKS = -1  # in place of a rank, where all choose alike
 
@@ -315,3 +335,51 @@ def selector_of(
     if kind == "random-k":
         return DrawnElements(index, shards, scales=scales)
     return _SELECTORS[kind](index, shards)
+
+
+_USUAL: Mapping[str, type[SparseReduce]] = {
+    "random-block": RandomBlocks,
+    "random-k": RandomElements,
+    "topk": TopElements,
+    "block-topk": TopBlocks,
+}
+
+
+def sparse_reduces(
+    algorithms: CollectiveAlgorithms, config: EngineConfig
+) -> Callable[[BucketRuntime], SparseReduce]:
+    """What makes the sparse codec of a bucket, of the kind that ``config`` names."""
+    return partial(_reduce_of, algorithms=algorithms, config=config, shares=ModelShares())
+
+
+def _reduce_of(
+    bucket: BucketRuntime,
+    *,
+    algorithms: CollectiveAlgorithms,
+    config: EngineConfig,
+    shares: ModelShares,
+) -> SparseReduce:
+    """``shares``: of all buckets."""
+    size, choice, scratch = bucket.spec.world_size, config.error_feedback, algorithms.scratch
+    feedback = ErrorFeedback(size, keeps=choice != "none")
+    bucket.keeps_unused = choice != "ef21"
+    if choice == "ef21":
+        feedback = GradientEstimate(size)
+    density, kind = config.density or DEFAULT_DENSITY, config.compress
+    if config.scope == "model":
+        return TopElements(
+            bucket, algorithms, scratch, density=density, feedback=feedback, shares=shares
+        )
+    if config.has_usual_coordinates:
+        usual = _USUAL[kind]
+        return usual(bucket, algorithms, scratch, density=density, feedback=feedback)
+    shards = segments_of(bucket, density=density, scope=config.scope or "bucket")
+    if kind == "block-topk" and config.sent_coordinates == "shared":
+        return TopBlocks(
+            bucket, algorithms, scratch, density=density, feedback=feedback, shards=shards
+        )
+    selector = selector_of(kind, bucket.index, shards, scales=not feedback.keeps)
+    carrier = OwnReduce if config.sent_coordinates == "own" else SharedReduce
+    return carrier(
+        bucket, algorithms, scratch, density=density, feedback=feedback, selector=selector
+    )
