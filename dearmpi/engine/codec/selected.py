@@ -45,6 +45,13 @@ from dearmpi.engine.codec.sparse import (
     segments_of,
 )
 
+_USUAL: Mapping[str, type[SparseReduce]] = {
+    "random-block": RandomBlocks,
+    "random-k": RandomElements,
+    "topk": TopElements,
+    "block-topk": TopBlocks,
+}
+
 _ALL_RANKS = -1  # in place of a rank, where all choose alike
 
 
@@ -335,14 +342,6 @@ def selector_of(
     if kind == "random-k":
         return DrawnElements(index, shards, scales=scales)
     return _SELECTORS[kind](index, shards)
-
-
-_USUAL: Mapping[str, type[SparseReduce]] = {
-    "random-block": RandomBlocks,
-    "random-k": RandomElements,
-    "topk": TopElements,
-    "block-topk": TopBlocks,
-}
 
 
 def sparse_reduces(

@@ -19,12 +19,13 @@ from dearmpi.engine.setup.checks import (
     release,
 )
 from dearmpi.engine.setup.context import TrainingContext
-from dearmpi.engine.setup.optimizer_checks import (
+from dearmpi.engine.setup.ownership import (
     check_optimizer,
     check_same_cutting,
+    cut_buckets,
+    find_costs,
     find_resident_scalars,
 )
-from dearmpi.engine.setup.ownership import cut_buckets, find_costs
 from dearmpi.engine.state.options import check_alike
 from dearmpi.engine.sync.refused_models import (
     check_apart,
