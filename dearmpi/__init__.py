@@ -25,11 +25,9 @@ if TYPE_CHECKING:
     from dearmpi.engine.scaling import GradScaler
     from dearmpi.engine.sync.batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from dearmpi.engine.sync.model_tensors import broadcast_buffers, broadcast_parameters
-    from dearmpi.local.area import BalancedBatches, auc_of
-    from dearmpi.local.auc_loss import AucLoss
+    from dearmpi.local.area import AucLoss, BalancedBatches, PrimalDual, auc_of
     from dearmpi.local.codasca import Codasca
     from dearmpi.local.local_optimizer import LocalOptimizer
-    from dearmpi.local.primal_dual import PrimalDual
     from dearmpi.local.scaffnew import Scaffnew
     from dearmpi.train.run.script_run import Run
     from dearmpi.tune.device_probe import probe_devices
@@ -58,7 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AucLoss": "dearmpi.local.auc_loss",
+    "AucLoss": "dearmpi.local.area",
     "BalancedBatches": "dearmpi.local.area",
     "Codasca": "dearmpi.local.codasca",
     "DistributedDataParallel": "dearmpi.drop_in.wrapper",
@@ -66,7 +64,7 @@ _HOMES = {
     "EngineConfig": "dearmpi.config",
     "GradScaler": "dearmpi.engine.scaling",
     "LocalOptimizer": "dearmpi.local.local_optimizer",
-    "PrimalDual": "dearmpi.local.primal_dual",
+    "PrimalDual": "dearmpi.local.area",
     "Run": "dearmpi.train.run.script_run",
     "Scaffnew": "dearmpi.local.scaffnew",
     "StallLimits": "dearmpi.comm.watchdog.watchdog",

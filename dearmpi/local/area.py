@@ -1,16 +1,176 @@
-"""The exact area under the ROC curve over all ranks, and batches that have both classes."""
+"""Training by the area under the ROC curve: the loss and the optimizer of CoDA, the exact area over
+all ranks, and batches that have both classes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ConfigError, UsageError
+
+
+class AucLoss(nn.Module):
+    """The area under the ROC curve as a loss: minimised over two parameters, maximised over one.
+
+    Squared loss of all pairs of a positive and a negative sample, as a mean over samples.
+
+    It has parameters of its own, ``a``, ``b`` and ``alpha``: hold it in the model that is trained,
+    so that the optimizer trains and averages them as well. The gradient of ``alpha`` has its sign
+    turned, since the loss is maximised over it: any optimizer that descends then does so.
+
+    Source: CoDA, arXiv 2005.02426; with a ``margin``, arXiv 2012.03173.
+    """
+
+    def __init__(self, positive_share: float, margin: float | None = None) -> None:
+        """positive_share: of the samples of all ranks. margin: by which a positive sample shall
+        score higher; None: 1, without the bound ``alpha >= 0`` that makes easy pairs count less.
+
+        Raises ConfigError for numbers out of range.
+        """
+        super().__init__()
+        if not 0 < positive_share < 1:
+            raise ConfigError(
+                f"positive_share is {positive_share}; it must be above 0 and below 1: there must "
+                "be samples of both classes",
+                code="out-of-range",
+            )
+        if margin is not None and not 0 < margin < math.inf:
+            raise ConfigError(
+                f"margin is {margin}; it must be above 0, and finite", code="out-of-range"
+            )
+        self.positive_share, self.margin = positive_share, margin
+        self.a = nn.Parameter(torch.zeros(()))
+        self.b = nn.Parameter(torch.zeros(()))
+        self.alpha = nn.Parameter(torch.zeros(()))
+        self.alpha.is_dual = True  # type: ignore[attr-defined]
+        self.alpha.least = None if margin is None else 0.0  # type: ignore[attr-defined]
+        self._has_warned = False
+
+    def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a batch. scores: (n,), in [0, 1] for the theory. labels: (n,), 0 or 1.
+
+        A batch of one class has no pairs: it moves ``a`` or ``b`` and the scores alone.
+        """
+        p = self.positive_share
+        positive = (labels > 0).to(scores.dtype)
+        negative = 1 - positive
+        has_both = positive.amax() * negative.amax()
+        if not self._has_warned and has_both.device.type == "cpu" and not has_both:
+            self._has_warned = True
+            warnings.warn(
+                "a batch has samples of one class alone, so that it has no pairs; draw batches by "
+                "dearmpi.BalancedBatches",
+                stacklevel=2,
+            )
+        alpha: Tensor = _Ascend.apply(self.alpha)  # type: ignore[no-untyped-call]
+        if self.margin is not None:
+            alpha = alpha + (alpha.clamp(min=0) - alpha).detach()
+        spread = (1 - p) * (scores - self.a).square() * positive
+        spread = spread + p * (scores - self.b).square() * negative
+        gap = (p * scores * negative - (1 - p) * scores * positive).mean()
+        if self.margin is None:
+            pairs = 2 * gap + alpha * has_both * 2 * gap
+        else:
+            pairs = 2 * alpha * has_both * (p * (1 - p) * self.margin + gap)
+        return spread.mean() + pairs - p * (1 - p) * alpha.square() * has_both
+
+
+class _Ascend(torch.autograd.Function):
+    """The same value; the gradient with its sign turned."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+class PrimalDual(Optimizer):
+    """SGD near the point at which its stage began, and ascent in what an ``AucLoss`` maximises.
+
+    The optimizer of CoDA is ``LocalOptimizer.average(PrimalDual(...))``.
+
+    A stage has ``stage_steps`` steps; then the learning rate is divided by ``decay``, and
+    parameters are held near where they are now. Give ``stage_steps`` as a multiple of
+    ``sync_every``, so that a stage begins with equal parameters.
+
+    Source: CoDA, arXiv 2005.02426, with the last iterate of a stage as its code has it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float = 0.1,
+        gamma: float = 500.0,
+        stage_steps: int | None = None,
+        decay: float = 3.0,
+        clip: float | None = 1.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        """gamma: parameters are pulled back by their distance over it; ``inf``: not at all.
+        clip: of the gradient's norm over all parameters; None: none. stage_steps: None: one stage.
+
+        Raises ConfigError for numbers out of range.
+        """
+        for name, value, is_good in (
+            ("lr", lr, 0 < lr < math.inf),
+            ("gamma", gamma, gamma > 0),
+            ("stage_steps", stage_steps, stage_steps is None or stage_steps >= 1),
+            ("decay", decay, 1 <= decay < math.inf),
+            ("clip", clip, clip is None or clip > 0),
+            ("weight_decay", weight_decay, 0 <= weight_decay < math.inf),
+        ):
+            if not is_good:
+                raise ConfigError(f"{name} is {value}, out of its range", code="out-of-range")
+        defaults = {"lr": lr, "gamma": gamma, "stage_steps": stage_steps, "decay": decay}
+        super().__init__(params, {**defaults, "clip": clip, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step on the parameters that have gradients."""
+        if closure is not None:
+            raise UsageError(
+                "PrimalDual has no step() with a closure: call backward() before step()",
+                code="local-steps-forbid",
+            )
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            grads = [param.grad.clone() for param in params]
+            if group["clip"] is not None and grads:
+                norm = torch.nn.utils.get_total_norm(grads)
+                scale = (group["clip"] / (norm + 1e-6)).clamp(max=1.0)
+                grads = [grad.mul_(scale) for grad in grads]
+            for param, grad in zip(params, grads, strict=True):
+                self._move(param, grad, group)
+
+    def _move(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["step"] = 0
+        length, is_dual = group["stage_steps"], getattr(param, "is_dual", False)
+        stage = 0 if length is None else state["step"] // length
+        if not is_dual and math.isfinite(group["gamma"]):
+            if state["step"] == 0 or (length is not None and state["step"] % length == 0):
+                state["start"] = param.detach().clone()
+            grad.add_(param - state["start"], alpha=1 / group["gamma"])
+        if not is_dual and group["weight_decay"]:
+            grad.add_(param, alpha=group["weight_decay"])
+        param.sub_(grad, alpha=group["lr"] / group["decay"] ** stage)
+        if getattr(param, "least", None) is not None:
+            param.clamp_(min=param.least)  # type: ignore[attr-defined]
+        state["step"] += 1
 
 
 def auc_of(scores: Tensor, labels: Tensor, world: World | None = None) -> float:

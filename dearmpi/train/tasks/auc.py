@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dearmpi.local.area import area_under
-from dearmpi.local.auc_loss import AucLoss
+from dearmpi.local.area import AucLoss, area_under
 from dearmpi.train.tasks.image_models import Labelled, LabelledBatch, held_out_of_each_class
 from dearmpi.train.tasks.logistic import read_table
 from dearmpi.train.tasks.task import (
