@@ -15,8 +15,7 @@ import dearmpi
 from dearmpi.bench.collective_times import CollectivesResult
 from dearmpi.bench.result import Bounds, Result, Row, quartiles
 from dearmpi.report.draw import svg
-from dearmpi.report.draw.axis import Axis
-from dearmpi.report.draw.shape import DASHES, Box, Label, Line, Picture, Shape, text_width
+from dearmpi.report.draw.shape import DASHES, Axis, Box, Label, Line, Picture, Shape, text_width
 from dearmpi.report.draw.units import TimeUnit, align, count_text, time_unit
 
 

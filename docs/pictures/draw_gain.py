@@ -16,8 +16,7 @@ from dearmpi.plan.model.profile import profile_workload
 from dearmpi.plan.rivals.methods import parse_method
 from dearmpi.plan.rivals.side_by_side import Comparison, compare
 from dearmpi.report.draw import svg
-from dearmpi.report.draw.axis import Axis, Key, draw_legend
-from dearmpi.report.draw.shape import Box, Label, Line, Picture, Shape
+from dearmpi.report.draw.shape import Axis, Box, Key, Label, Line, Picture, Shape, draw_legend
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "README.md"
 RATIOS = (

@@ -6,19 +6,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dearmpi.report.draw.axis import Axis, Key, axis_over, draw_legend, tick_step, tick_text
 from dearmpi.report.draw.shape import (
     Anchor,
+    Axis,
     Box,
+    Key,
     Label,
     Line,
     Picture,
     Shape,
     Spot,
+    axis_over,
     bucket_colour,
+    draw_legend,
     label_within,
     on_bucket_colour,
     text_width,
+    tick_step,
+    tick_text,
 )
 from dearmpi.report.draw.units import digits, size_text
 

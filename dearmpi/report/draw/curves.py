@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dearmpi.plan.rivals.side_by_side import CLAIMS, Comparison, MethodRow, PaperGain
-from dearmpi.report.draw.axis import Axis
-from dearmpi.report.draw.shape import DASHES, Label, Line, Picture, Shape
+from dearmpi.report.draw.shape import DASHES, Axis, Label, Line, Picture, Shape
 from dearmpi.report.draw.units import count_text
 
 _WIDTH, _LEFT, _RIGHT = 760.0, 64.0, 150.0

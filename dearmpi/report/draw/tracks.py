@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.simulate.timeline import Timeline
 from dearmpi.report.analyse.replica import replica_spans
-from dearmpi.report.draw.axis import Axis, Key, draw_legend, tick_step, tick_text
 from dearmpi.report.draw.shape import (
     Anchor,
+    Axis,
     Box,
+    Key,
     Label,
     Line,
     Picture,
     Shape,
     bucket_colour,
+    draw_legend,
     label_within,
     on_bucket_colour,
     text_width,
+    tick_step,
+    tick_text,
 )
 from dearmpi.report.draw.units import count_text, time_text, time_unit
 from dearmpi.report.read.recording import Interval, Window, subtract, total, union

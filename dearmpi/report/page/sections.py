@@ -11,7 +11,6 @@ from dearmpi.report.analyse.exposure import BucketTime
 from dearmpi.report.analyse.figures import Figures, exposure_of, least_waiting_of
 from dearmpi.report.analyse.replica import Replica, conduct_of, replica_spans, replicate
 from dearmpi.report.analyse.step_parts import SEEN, Change, StepGain, part_step, typical_rank
-from dearmpi.report.draw.axis import Key
 from dearmpi.report.draw.charts import (
     Bar,
     Series,
@@ -21,7 +20,7 @@ from dearmpi.report.draw.charts import (
     draw_stack,
     draw_strip,
 )
-from dearmpi.report.draw.shape import Picture
+from dearmpi.report.draw.shape import Key, Picture
 from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
 from dearmpi.report.draw.units import digits, share_text, size_text, time_text, time_unit
 from dearmpi.report.page.html import Section

@@ -28,9 +28,8 @@ from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import Batches, RankShares
 from dearmpi.train.data.loading import BatchLoader, open_loader
 from dearmpi.train.data.streaming import StreamBatches, StreamReader
-from dearmpi.train.loop.averaging import Average
 from dearmpi.train.loop.blocks import prepare_blocks
-from dearmpi.train.loop.evaluation import BestEvaluation, Evaluator, probe_metrics
+from dearmpi.train.loop.evaluation import Average, BestEvaluation, Evaluator, probe_metrics
 from dearmpi.train.loop.optimizers import LrCurve, OptimizerChoice, lr_curve
 from dearmpi.train.metrics.metrics import check_names
 from dearmpi.train.ranks.agreement import AgreedError, together
@@ -39,7 +38,7 @@ from dearmpi.train.run.balance import first_weights, stored_weights
 from dearmpi.train.run.resuming import continue_random_state, split_tensors
 from dearmpi.train.run.saving import TrainingState
 from dearmpi.train.settings.settings import OF_ROUNDS, RunSettings
-from dearmpi.train.tasks.own_callbacks import find_callbacks
+from dearmpi.train.tasks.own_code import find_callbacks
 from dearmpi.train.tasks.task import Task, count_samples
 
 LEAST_STEPS_TO_PLAN = 2 * MOST_STEPS  # so that the plan is followed for half of them at least

@@ -1,5 +1,5 @@
 """Own code: functions and classes of the user's, named as ``package.module:NAME`` or
-``FILE.py:NAME``.
+``FILE.py:NAME``, and the callbacks of a run among them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from dearmpi.config import known_names
 from dearmpi.errors import DearError, TaskError
+from dearmpi.train.tasks.task import CALLBACK_METHODS, Task
 
 
 @contextmanager
@@ -162,3 +163,39 @@ def article(noun: str) -> str:
     if noun == "NoneType":
         return "nothing (None)"
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def find_callbacks(task: Task, name: str | None) -> tuple[object, ...]:
+    """The task's callbacks, and then the one that ``name`` makes. Raises TaskError for what is
+    none.
+    """
+    found = list(task.callbacks)
+    if name is not None:
+        if not all(name.rpartition(":")):
+            raise TaskError(
+                f"callback {name!r} names no function; write FILE.py:NAME or package.module:NAME",
+                code="malformed-value",
+            )
+        make = load_own(name, noun="callback")
+        with explained(f"callback {name} failed"):
+            found.append(make())
+    for one in found:
+        _check(one)
+    return tuple(found)
+
+
+def _check(callback: object) -> None:
+    name, methods = type(callback).__name__, [one for one in dir(callback) if one[:3] == "on_"]
+    for method in methods:
+        if method not in CALLBACK_METHODS:
+            raise TaskError(
+                f"callback {name} has a method {method}, which nothing calls"
+                f"{known_names(method, CALLBACK_METHODS)}",
+                code="unknown-choice",
+            )
+    if not methods:
+        raise TaskError(
+            f"callback {name} has none of the methods {', '.join(CALLBACK_METHODS)}; name a class, "
+            "or a function that returns an object with some of them",
+            code="task-invalid",
+        )

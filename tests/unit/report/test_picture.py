@@ -16,19 +16,24 @@ from dearmpi.plan.model.profile import profile_workload
 from dearmpi.plan.rivals.methods import parse_method
 from dearmpi.plan.rivals.side_by_side import compare
 from dearmpi.report.draw import png, svg
-from dearmpi.report.draw.axis import Axis, Key, axis_over, draw_legend, tick_step, tick_text
 from dearmpi.report.draw.charts import Bar, Series, draw_bars, draw_chart
 from dearmpi.report.draw.curves import draw_comparisons
 from dearmpi.report.draw.shape import (
     DARK,
     DASHES,
     LIGHT,
+    Axis,
     Box,
+    Key,
     Label,
     Line,
     Picture,
+    axis_over,
     bucket_colour,
+    draw_legend,
     text_width,
+    tick_step,
+    tick_text,
 )
 from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
 from dearmpi.report.read.recording import Window

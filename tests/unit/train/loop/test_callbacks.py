@@ -11,7 +11,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
 from dearmpi.train.loop.callbacks import Fit
 from dearmpi.train.settings.settings import RunSettings
-from dearmpi.train.tasks.own_callbacks import find_callbacks
+from dearmpi.train.tasks.own_code import find_callbacks
 from tests.codes import raises
 from tests.unit.train.points import SGD, make_job, make_task, train
 
