@@ -200,9 +200,7 @@ class PowerReduce(StatelessCodec):
 
     keeps = True
 
-    def __init__(
-        self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms, factors: Factors
-    ) -> None:
+    def __init__(self, algorithms: CollectiveAlgorithms, factors: Factors) -> None:
         self._algorithm, self._factors = algorithms, factors
         self._residual: Tensor | None = None
         self._next: Tensor | None = None
@@ -307,9 +305,7 @@ class PowerReduce(StatelessCodec):
 class PowerGather(StatelessCodec):
     """The averaged factors, of which each rank makes the bucket's gradients."""
 
-    def __init__(
-        self, bucket: BucketRuntime, algorithms: CollectiveAlgorithms, factors: Factors
-    ) -> None:
+    def __init__(self, algorithms: CollectiveAlgorithms, factors: Factors) -> None:
         self._algorithm, self._factors = algorithms, factors
         self.sent_bytes = factors.sent_bytes
 
@@ -335,7 +331,7 @@ def power_codecs(
     if not factors.pays:
         return None
     bucket.travels_as_factors = True
-    return PowerReduce(bucket, algorithms, factors), PowerGather(bucket, algorithms, factors)
+    return PowerReduce(algorithms, factors), PowerGather(algorithms, factors)
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ A flat ring, two levels, Themis and schedules made by hand are all lists of step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -84,10 +84,6 @@ class CollectiveSteps:
         for rank, order in self.orders:
             if rank not in ranks or sorted(order) != list(range(len(self.steps))):
                 raise _misfit(f"the order of rank {rank} does not hold each step once")
-
-    def order_of(self, rank: int) -> Sequence[int]:
-        """All steps in the order in which ``rank`` opens those of each dimension."""
-        return dict(self.orders).get(rank, range(len(self.steps)))
 
 
 def _misfit(problem: str) -> ConfigError:
