@@ -131,13 +131,13 @@ class EngineConfig:
         paper: every rank updates everything).
     shards: with ``gather="parameters"``, where buckets are cut: ``even``, for optimizers that treat
         each element by itself; ``whole``: a tensor that the optimizer needs whole has one owner,
-        which alone updates it and keeps its state, and all others are cut so that bytes are even;
+        which alone updates it and keeps its state. All others are cut so that bytes are even;
         or ``auto``: whole for optimizers that need whole tensors, such as Muon. Numbers, one for
         each rank: evenly, but a rank has as much as its number is of their sum.
     bucket_cap_mb: about so many MiB of parameters are fused into one bucket, and a parameter is
         never cut; the first layers have a sixteenth of that to themselves. None: an eighth of the
-        model, but at least 1 and at most 4 (above 64 ranks a sixteenth of their number), and at
-        most half of the model.
+        model, but at least 1 and at most 4, and at most half of the model. Above 64 ranks the most
+        is a sixteenth of their number.
     reduce_scatter: the algorithm: ``ring`` in chunks, an ``exchange`` of all shards, MPI's own
         (``native``), or ``auto`` to measure them at start.
     topology: how ranks are grouped for both operations: ``flat``, not at all; ``hosts``, first
@@ -162,10 +162,10 @@ class EngineConfig:
         ``nonzero`` loses nothing: it sends the blocks of 64 elements that are not zero on some
         rank, or that a step has changed. ``random-block``, ``random-k``, ``topk`` (the largest
         elements, each rank its own) and ``block-topk`` (the blocks of 1024 whose sums are largest)
-        send ``density`` of a gradient in a step and the rest in later ones, and parameters as
-        ``int8`` does; for SGD. ``powersgd``, with ``gather="gradients"``, sends two factors of each
-        matrix in turn, and the rest later. ``sketch`` adds up the blocks of ``nonzero`` in a few
-        cells, checks what it decodes, and sends a bucket whole where that fails; rounding to 30
+        are for SGD. They send ``density`` of a gradient in a step and the rest in later ones, and
+        parameters as ``int8`` does. ``powersgd``, with ``gather="gradients"``, sends two factors of
+        each matrix in turn, and the rest later. ``sketch`` adds up the blocks of ``nonzero`` in a
+        few cells, checks what it decodes, and sends a bucket whole where that fails; rounding to 30
         bits waits. ``auto`` sends the first steps whole and measures them, the link and what codecs
         compute. Then it takes what the simulator predicts to be faster by 3 % or more, of bf16,
         ``int8`` and ``int4``, which any optimizer bears.
@@ -186,16 +186,17 @@ class EngineConfig:
         ``direct`` by an MPI that was tried on device memory, or ``auto``: direct where that works,
         and all ranks are on one host.
     update_on: where a CUDA device's parameters are updated: on the ``device``, or on the ``host``,
-        by the CPU. The optimizer's state is in host memory then, and so are its own copies of the
+        by the CPU. The optimizer's state is in host memory then. So are its own copies of the
         parameters, in fp32 where the device has bf16 or fp16.
     window: most operations of one kind in flight at once.
-    eager: the caller promises that a step follows each synchronizing backward, that options (such
-        as the learning rate) are set before it, and that between the two nothing reads or changes
-        parameters, so that a bucket may be updated while backprop still runs.
+    eager: a bucket may be updated while backprop still runs. The caller promises that a step
+        follows each synchronizing backward, and that options, such as the learning rate, are set
+        before it. Between the two nothing may read or change parameters.
     master_weights: the optimizer works on fp32 copies of bf16 and fp16 parameters.
     buffers: what each step does to the model's buffers, such as batch normalisation's statistics:
-        ``keep`` (every rank its own, at no cost), ``broadcast`` (rank 0's, inside ``join`` those
-        of the last rank that still trains, as DDP does) or ``average`` (over those that train).
+        ``keep`` (every rank its own, at no cost), ``broadcast`` (rank 0's, as DDP does) or
+        ``average`` (over those that train). Inside ``join`` a broadcast is from the last rank that
+        still trains.
     check_every: steps between comparisons of all replicas; 0: none; None: what the environment
         variable DEAR_CHECK says. Checks also catch parameters that are read too early.
     """

@@ -25,7 +25,7 @@ def reuse_pages() -> None:
     """Let freed memory stay with the process and be used again, where the C library can.
 
     An accelerator's allocator does so. Otherwise every gradient of a replayed model costs a page
-    fault for each 4 KiB, which on a virtual machine may take longer than the communication.
+    fault for each 4 KiB. On a virtual machine these may take longer than the communication.
     """
     _set({_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER})
 

@@ -78,9 +78,9 @@ def _open_store(address: str, size: int, patience: timedelta) -> TCPStore:
 def leave_group(*others: object, failed: bool) -> None:
     """Take it down, if it is up.
 
-    After a failure operations may be under way whose threads need Python's lock to end, while
-    freeing the group would wait for them with the lock held. So the group, and ``others`` that
-    refer to it, are then never freed; the other ranks' operations run into the time limit.
+    After a failure operations may be under way whose threads need Python's lock to end. Freeing the
+    group would wait for them with the lock held. So the group, and ``others`` that refer to it, are
+    then never freed; the other ranks' operations run into the time limit.
     """
     if not dist.is_initialized():
         return

@@ -1,5 +1,5 @@
-"""Endings: a command that all ranks carry out, and how it ends where it cannot go on, so that its
-first cause is the one that is seen.
+"""Endings: a command that all ranks carry out, and how it ends where it cannot go on. Its first
+cause is the one that is seen.
 """
 
 from __future__ import annotations

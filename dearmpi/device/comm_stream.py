@@ -5,8 +5,8 @@ On a device the host only queues. What is "done" to the pipeline is queued to th
 is over when it returns, and a ``HostCommStream`` does nothing.
 
 On the host the progress thread adds and updates on one core, and leaves the others to the model.
-With torch's threads for each sum, a rank would have two teams of them on the same cores, of which
-one waits for its next sum by spinning (figures in docs/contributing/log.md).
+With torch's threads for each sum, a rank would have two teams of them on the same cores. One of the
+two waits for its next sum by spinning (figures in docs/contributing/log.md).
 """
 
 from __future__ import annotations

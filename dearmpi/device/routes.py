@@ -1,8 +1,8 @@
 """The routes from a device's memory to MPI.
 
 - ``StagedCollectives``: by way of pinned host memory, in chunks. A chunk leaves on one stream, goes
-  over MPI, and comes back on another, so that copies of one chunk run beside the network's work on
-  the next. The host waits for none of it.
+  over MPI, and comes back on another. So copies of one chunk run beside the network's work on the
+  next. The host waits for none of it.
 - ``DirectCollectives``: MPI takes device memory, but knows nothing of streams. It gets memory only
   after the events behind which it is written. What collectives compute themselves, such as the sums
   of a ring, is over when it returns.

@@ -104,8 +104,8 @@ class Facade(Optimizer):
         vars(self._optimizer)[STEPPED_MARK] = True
 
     def _check_shared(self) -> None:
-        """Raise UsageError if param groups have other parameters, the state shown was changed, or
-        the wrapped optimizer has attributes that its copies, one for each bucket, have not.
+        """Raise UsageError if param groups have other parameters, or the state shown was changed.
+        Also if the wrapped optimizer has attributes that its copies, one for each bucket, have not.
 
         Called in each step: what is the same is compared in a microsecond.
         """
@@ -243,8 +243,8 @@ class GatheredState(MutableMapping[Tensor, Entries]):
 class GatheredEntries(dict[str, Any]):
     """The entries of one parameter in a gathered state; its copies are plain dicts.
 
-    It takes what it has already, as a framework assigns that moves each tensor to the device where
-    it is, and refuses what would change it.
+    It takes what it has already, and refuses what would change it. A framework assigns the same
+    entries when it moves each tensor to the device where it is.
     """
 
     def __init__(self, entries: Entries, place: str = "optimizer.state[...]") -> None:

@@ -105,8 +105,8 @@ class DistributedOptimizer(Readings):
     def join(self) -> Iterator[None]:
         """Inside, ranks may have unequal numbers of batches, as with DDP's ``join`` (collective).
 
-        A rank that reaches the end early takes part in the others' steps with zero gradients,
-        which count in the average, with their options, and clips as they do.
+        A rank that reaches the end early takes part in the others' steps with zero gradients, which
+        count in the average. It takes their options, and clips as they do.
         """
         self._live.check_joinable()
         if self.world.size > 1:

@@ -141,8 +141,8 @@ class LocalSaving(Readings):
         """Go on from a state of this rank, and of the same step on every rank (collective).
 
         Where it was saved on another number of ranks, or by another rank, every rank goes on from
-        the shared values, and a warning says so. Raises CheckpointError for a state without local
-        steps or of another model, MismatchError if ranks load states of different steps.
+        the shared values, with a warning. Raises CheckpointError for a state without local steps or
+        of another model, MismatchError if ranks load states of different steps.
         """
         self._load(state_dict, self._take_over)
 

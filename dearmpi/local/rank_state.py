@@ -94,9 +94,9 @@ def join_entries(
     size: int,
     is_own: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inner optimizer's state in torch's form, and by name ``parameters``, what else a rank has
-    of its ``own``, the ``outer`` optimizer's state and ``unrounded`` shared values, of what
-    ``size`` ranks have saved.
+    """The inner optimizer's state in torch's form, and the rest by name, of what ``size`` ranks
+    have saved. The names are ``parameters``, what else a rank has of its ``own``, the ``outer``
+    optimizer's state and ``unrounded`` shared values.
 
     is_own: they are those of ``rank``; else the mean of all.
     """

@@ -240,9 +240,9 @@ _NUM_TRIALS = 10
 class BayesianSearch(Search):
     """The paper's search: expected improvement over one variable.
 
-    The process models speed (one over the time of an iteration) over the logarithm of the cap, in
-    units of eighths of the way from lowest to highest: octaves, for 1 to 256 MiB. The first trial
-    is the start, and no candidate is drawn at random, so every search is repeatable.
+    The process models speed, which is one over the time of an iteration, over the logarithm of the
+    cap. Its units are eighths of the way from lowest to highest: octaves, for 1 to 256 MiB. The
+    first trial is the start, and no candidate is drawn at random, so every search is repeatable.
     """
 
     def __init__(

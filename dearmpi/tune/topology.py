@@ -53,8 +53,8 @@ def settle_topology(
 
     num_bytes: of a bucket, for which the grid of a calibration must gain; None: it need not gain.
     Also returns what a calibration predicts of that, in words; empty without one.
-    Raises ConfigError on all ranks for a file that a rank cannot read, for hosts that it does not
-    name, and for sizes that do not fit; MismatchError for files that differ.
+    Raises ConfigError on all ranks for a file that a rank cannot read or that lacks hosts, and for
+    sizes that do not fit; MismatchError for files that differ.
     """
     if config.topology_file is None:
         if config.grid_sizes:

@@ -71,9 +71,9 @@ class Answer:
 
 
 class StepAgreement:
-    """One rank's, for one step: which parameters had a gradient here, which buckets backprop has
-    not filled, which travel, how often it has reduced gradients, what was changed of them, what its
-    optimizer has loaded, and each param group's learning rate.
+    """One rank's, for one step: which parameters had a gradient here, which buckets travel, and
+    which of them backprop has not filled. Also how often it has reduced gradients, what was changed
+    of them, what its optimizer has loaded, and each param group's learning rate.
 
     active: the buckets that travel. unfilled: those of them that only the step has closed.
     num_reduced: times that gradients were reduced since the buckets were laid out.

@@ -188,9 +188,9 @@ def _is_stored_as(grad: Tensor, param: Tensor) -> bool:
 
 
 def _owners(taken: list[Tensor]) -> tuple[int, ...]:
-    """How many references there are to the tensor in ``taken``, to its storage and to what torch
-    shows of that to Python, as this function sees them; how much else the storage holds; and
-    whether its memory is torch's, not an array's or another process's.
+    """How many references this function sees to the tensor in ``taken``, to its storage and to what
+    torch shows of that to Python. Then how much else the storage holds, and whether its memory is
+    torch's, not an array's or another process's.
     """
     storage = taken[0].untyped_storage()
     return (
@@ -208,8 +208,8 @@ _SOLE = _owners([torch.empty(1)])
 def give_back_freed() -> None:
     """Let the system have what was freed, where the C library can (glibc).
 
-    A model's tensors lie among objects that live on, so that what they leave behind is of no use
-    to large buffers and would count twice.
+    A model's tensors lie among objects that live on. What they leave behind is of no use to large
+    buffers and would count twice.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -49,8 +49,8 @@ class GradTracker:
     covered: slots whose ``param.grad`` is a placeholder, until ``release``. It stays the same set,
         and the main thread alone writes it.
     expected: slots that required grad when the iteration started.
-    missing: when a backprop last filled the bucket, slots that had had no gradient on this rank in
-        this iteration, nor a zero that counts as one.
+    missing: slots without a gradient on this rank in this iteration, nor a zero that counts as one,
+        when a backprop last filled the bucket.
 
     One thread at a time writes the states, as with all of a bucket.
     """

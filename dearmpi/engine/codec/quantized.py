@@ -66,7 +66,7 @@ class Quantizer:
 
         values: 1-D. message: uint8, of ``num_bytes`` for their number or more.
         chance: a number, such as of the step, by which to round to one of the two nearest codes by
-            chance, so that the mean is right; None: round to the nearest.
+            chance; None: round to the nearest. By chance the mean is right.
         """
         scales, codes = self._parts(message, values.numel())
         for start in range(0, values.numel(), _GROUP):
@@ -95,8 +95,8 @@ class Quantizer:
     def decode(self, message: Tensor, into: Tensor, *, adds: bool) -> Iterator[None]:
         """Add ``message`` to ``into``, or overwrite it; stops after each piece.
 
-        The product of a code and a scale is exact in fp32, so that every processor comes to the
-        same bits, whether or not it rounds before it adds.
+        The product of a code and a scale is exact in fp32. So every processor comes to the same
+        bits, whether or not it rounds before it adds.
         """
         scales, codes = self._parts(message, into.numel())
         wide = scales.float()[:, None]

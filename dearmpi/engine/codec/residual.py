@@ -1,4 +1,4 @@
-"""Error feedback: what a rank has not sent of its gradients is added to the next ones (EF14), or
+"""Error feedback. What a rank has not sent of its gradients is added to the next ones (EF14). Or
 ranks send how their gradients differ from an estimate (EF21).
 
 A residual is never saved. Where state is read, all of it goes to the owners of its elements, dense

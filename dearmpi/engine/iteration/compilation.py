@@ -4,7 +4,7 @@ A compiled graph runs without hooks and reads parameters without looking them up
 can wait: its caller has to. And torch marks the whole process as traced while it traces: an
 optimizer that steps meanwhile on another thread would compute its scalars in fp32.
 
-But torch calls a module's hooks before the graph of its forward, so that a hook of a module that is
+But torch calls a module's hooks before the graph of its forward. So a hook of a module that is
 compiled as a whole can wait for all that the graph reads. It goes to every module of the same code,
 since torch may use the graph of one for another without a word.
 """

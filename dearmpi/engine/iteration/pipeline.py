@@ -87,8 +87,8 @@ class Pipeline:
             self._state.comm_stream.wait_for_current()
 
     def agree_on_step(self, options: Options) -> None:
-        """Let all ranks know which parameters had a gradient on any of them, and whether the ranks,
-        of which this one steps with ``options``, are still alike.
+        """Let all ranks know which parameters had a gradient on any of them, and whether the ranks
+        are still alike. This one steps with ``options``.
         """
         state, iteration = self._state, self._state.iteration
         agreement = StepAgreement(

@@ -205,8 +205,8 @@ _UNLIKELY = (7, _MANY)  # elements, which no tensor of something else has by cha
 def require_elementwise(optimizer: Optimizer) -> None:
     """Raise ConfigError unless the optimizer treats every element by itself.
 
-    Found out by trial: three steps on a small matrix, a large one, or on filters of a convolution,
-    must give the same numbers as three steps on two pieces of it, which is what sharding makes of a
+    Found out by trial, on a small matrix, a large one, and on filters of a convolution: three steps
+    must give the same numbers as three steps on two pieces of it. Sharding makes such pieces of a
     parameter. Options may change what an optimizer does, so every kind of parameter group is tried.
     """
     for options in kinds_of_options(optimizer):

@@ -102,8 +102,8 @@ def find_changed_attribute(one: Mapping[str, Any], other: Mapping[str, Any]) -> 
 
 
 def is_needed(optimizer: Optimizer, options: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether steps go on otherwise where what it keeps on itself is as it was made, as in new
-    buckets, and not as the steps before have left it; a log or a cache makes no difference.
+    """Whether steps need what the optimizer keeps on itself: they go on otherwise where that is as
+    it was made, as in new buckets. A log or a cache makes no difference.
     """
     values = []
     for anew in (False, True):
@@ -237,7 +237,7 @@ def _follow_steps(optimizer: Optimizer, options: Mapping[str, Any]) -> _Seen:
 
 def adapts_its_groups(optimizer: Optimizer) -> bool:
     """Whether steps change options of param groups by the parameters, gradients or state that they
-    meet, as Prodigy's do, so that it has to see all of them at once.
+    meet, as Prodigy's do. Such an optimizer has to see all of them at once.
     """
     for options in kinds_of_options(optimizer):
         try:

@@ -200,7 +200,7 @@ def first_state(
 
 
 def _made_up(numel: int) -> Iterator[Tensor]:
-    """(4, ``numel``): values and three gradients, these ordinary, small and large, and ordinary
+    """(4, ``numel``): values and three gradients, these ordinary, small and large. Then ordinary
     ones at right angles to each row of the values, as where a normalisation follows a layer.
     """
     generator = torch.Generator().manual_seed(0)

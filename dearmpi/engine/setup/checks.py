@@ -41,8 +41,8 @@ _ADDED = (
 
 
 def check_arguments(optimizer: object, model: object, plan: object) -> None:
-    """Raise ConfigError unless they are an optimizer and a model, in this order, and ``plan`` is
-    not one that is to be made for a compiled model; scripts cannot be trained, nor parameters that
+    """Raise ConfigError unless they are an optimizer and a model, in this order. Nor may ``plan``
+    be one that is to be made for a compiled model. Scripts cannot be trained, nor parameters that
     have no shape yet, nor steps be taken that a script has put on the instance.
     """
     kinds = (("optimizer", optimizer, Optimizer), ("model", model, nn.Module))
@@ -89,9 +89,9 @@ def _refuse_scripts(optimizer: Optimizer, model: nn.Module) -> None:
 def check_parameters(
     optimizer: Optimizer, names: Mapping[nn.Parameter, str], *, config: EngineConfig
 ) -> None:
-    """Raise ConfigError for parameters on several devices, for settings of precision without
-    effect, on one rank as well, and for parameters in a precision that the optimizer cannot update,
-    or whose gradients cannot be sent.
+    """Raise ConfigError for parameters on several devices, and for settings of precision without
+    effect, on one rank as well. Also for parameters in a precision that the optimizer cannot
+    update, or whose gradients cannot be sent.
     """
     device_of(names)
     for param, name in names.items():

@@ -158,8 +158,8 @@ class JobMeasurement:
         return total
 
     def _as_seen(self, reduces: float, gathers: float) -> Costs:
-        """Costs with those of updates, by the bytes that a rank updates of a bucket, and with a
-        wire as fast as the slowest rank has seen it: its pace in either half.
+        """Costs with those of updates, by the bytes that a rank updates of a bucket. The wire is as
+        fast as the slowest rank has seen it: its pace in either half.
         """
         costs = self._costs.with_slopes(reduce_scatter=reduces, all_gather=gathers)
         size = self._world.size if self._in_use.config.gather == "parameters" else 1

@@ -125,9 +125,9 @@ def lay_out(
     config: EngineConfig,
     plan: Plan | None = None,
 ) -> BucketLayout:
-    """The buckets of a model. Raises ConfigError for a plan that does not fit, for
-    modules that would go wrong on several ranks, and for parameters that share memory, with each
-    other or where they would move away from it.
+    """The buckets of a model. Raises ConfigError for a plan that does not fit, and for modules that
+    would go wrong on several ranks. Also for parameters that share memory, with each other or where
+    they would move away from it.
     """
     if world_size > 1:
         refuse_renormed(names, model)

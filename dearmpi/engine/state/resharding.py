@@ -1,7 +1,7 @@
 """Resharding: optimizer state goes from the shards of one layout to those of another.
 
-Each element goes from the rank that has it to the rank that is to have it, with all that goes to
-one rank fused into a ``SendBuffer``. So a rank sends at most its own share of the state, and never
+Each element goes from the rank that has it to the rank that is to have it. All that goes to one
+rank is fused into a ``SendBuffer``. So a rank sends at most its own share of the state, and never
 holds more than two shares and a bucket. All of it happens on the progress thread.
 """
 
@@ -156,8 +156,8 @@ class Share:
 
 
 class Resharding:
-    """State on its way from the updates of one layout to those of another, in two parts of a
-    ``Chain``, on the thread that drives progress. State that every rank holds whole stays so.
+    """State on its way from the updates of one layout to those of another, on the progress thread,
+    in two parts of a ``Chain``. State that every rank holds whole stays so.
     """
 
     def __init__(

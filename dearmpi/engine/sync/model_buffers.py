@@ -156,9 +156,9 @@ class BufferExchange:
     def _announce(
         self, channel: Channel, tensors: Sequence[Tensor] | None, counts: bool
     ) -> Callable[[], bool]:
-        """Say whether this rank's buffers are others than the ranks have agreed on. To call what
-        comes back is to wait for whether any rank's are, or sparse ones that are to be added have
-        their elements in other places.
+        """Say whether this rank's buffers are others than the ranks have agreed on. Call what comes
+        back to wait for the answer: whether any rank's are, or sparse ones that are to be added
+        have their elements in other places.
         """
         flags = [float(tensors is None), -math.inf, -math.inf]
         if counts and tensors is not None:

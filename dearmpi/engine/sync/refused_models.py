@@ -3,8 +3,8 @@
 - Layouts, lazy tensors and modules that cannot be served.
 - Tensors that share memory without being one.
 - Wrappers of torch that average or shard parameters themselves. A wrapper that is there when the
-  optimizer is made shows in the model, a later one when it puts other parameters into the model,
-  or in the first forward through it.
+  optimizer is made shows in the model. A later one shows when it puts other parameters into the
+  model, or in the first forward through it.
 """
 
 from __future__ import annotations

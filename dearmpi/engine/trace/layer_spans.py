@@ -129,9 +129,9 @@ class LayerSpans:
 
     A layer is a module that owns parameters. Its feed-forward is taken without the wait for its
     parameters. Its backprop ends with the gradient of its first parameter, which is the last to
-    come in torch's layers, and begins where that of the layer before it in backprop ended, the
-    first one's where autograd comes to what the model put out. So what lies between layers counts
-    with one of them, and so does a layer whose parameters are all frozen, or tied to those of an
+    come in torch's layers. It begins where that of the layer before it in backprop ended; the first
+    one's begins where autograd comes to what the model put out. So what lies between layers counts
+    with one of them. So does a layer whose parameters are all frozen, or tied to those of an
     earlier one. Feed-forwards without gradients, and those that fail, are left out; on a device the
     times are those of the host.
 

@@ -160,8 +160,8 @@ class Traffic:
 
     reduced: in reduce-scatters. gathered: in all-gathers. dense: what both would be without
     compression or half precision.
-    owed_share: how much of the gradients to be sent in the last step this rank still owes, as a
-        share of their squared norm, 0 to 1; None where all was sent, or it is not known.
+    owed_share: of the gradients to be sent in the last step, what this rank still owes, as a share
+        of their squared norm; None where all was sent, or it is not known.
     fallbacks: how often so far a bucket has travelled whole, in either direction, since
         ``compress`` had nothing shorter: too many blocks, no decoding, estimates that began anew.
     """

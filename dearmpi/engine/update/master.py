@@ -140,9 +140,9 @@ class MasterRule:
         """Make a parameter fit the master copy in its loaded ``state``, and drop a copy that is
         not needed here.
 
-        Elements that show the copy rounded, to whichever dtype, show it as they would here from
-        now on, so that no digit is lost where a run goes on in another ``comm_dtype``. Others have
-        been changed since, and count more. Raises CheckpointError for a copy of another shape.
+        Elements that show the copy rounded, to whichever dtype, show it as they would here from now
+        on. So no digit is lost where a run goes on in another ``comm_dtype``. Others have been
+        changed since, and count more. Raises CheckpointError for a copy of another shape.
         """
         master, shown = state.get(MASTER), state.pop(SHOWN, None)
         if master is None:

@@ -253,8 +253,8 @@ def fuse_by_cap(specs: Sequence[ParamSpec], cap_bytes: int) -> tuple[tuple[Param
     parameter that is larger than the cap itself.
     Parameters of different dtype or device never share a bucket, nor do frozen and trained ones.
 
-    The first layers' reduce-scatter and all-gather are the ones that no computation hides. So what
-    their bucket holds behind the parameter that makes it a sixteenth full is a bucket of its own,
+    The first layers' reduce-scatter and all-gather are the ones that no computation hides. So their
+    bucket ends with the parameter that makes it a sixteenth full. The rest is a bucket of its own,
     if that is a quarter full.
     """
     closed: list[list[ParamSpec]] = []

@@ -76,8 +76,8 @@ class _SharedBucket:
     """A bucket while its parameters are given to ranks.
 
     members: parameters by rank, none of which is cut. spans: by rank, a parameter that begins there
-    behind its members and ends on a later rank, with the elements of each rank up to this one;
-    ranks between have nothing else.
+    behind its members and ends on a later rank. With it go the elements of each rank up to this
+    one; ranks between have nothing else.
     """
 
     bucket: Bucket
@@ -101,8 +101,8 @@ class _SharedBucket:
         filled[rank] += spec.nbytes if spec.trained else 0
 
     def fill(self, spec: ParamSpec, filled: list[int]) -> None:
-        """Give ``spec`` to the rank with the fewest bytes, or cut it where that rank would then
-        have more than the mean and a cut leaves fewer.
+        """Give ``spec`` to the rank with the fewest bytes. Cut it where that rank would then have
+        more than the mean and a cut leaves fewer.
         """
         free = (rank for rank, is_between in enumerate(self._is_between) if not is_between)
         rank = min(free, key=filled.__getitem__)

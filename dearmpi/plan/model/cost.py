@@ -110,7 +110,7 @@ class Costs:
     """What a plan is judged by, at one world size.
 
     update_s, update_s_per_byte: of an optimizer step on the progress thread, per bucket and per
-        byte of what a rank updates (its shard, or the whole bucket with ``gather="gradients"``).
+        byte of what a rank updates: its shard, or the whole bucket with ``gather="gradients"``.
     main_thread_s: of the main thread, which computes, per bucket and iteration.
     algorithm: of the reduce-scatters; it tells how both operations scale with the ranks.
     codec: what compression makes of large buckets; its seconds are taken to be the same at other

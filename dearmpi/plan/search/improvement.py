@@ -35,13 +35,13 @@ def improve(problem: Problem, *, enough_s: float) -> Draft:
     Where serial or WFBP takes the same time, overlap of the feed-forward is preferred: what comes
     late then holds up less.
 
-    The first drafts are the buckets of fixed caps with every plain schedule, so that no plan is
-    worse, unless a cap makes more than 400 buckets. Others grow from both ends of the model to a
-    cap: what is reduced last and gathered first is exposed, what is reduced first leaves the wire
-    idle until then. Then, from some of these (``_starts``), by moving, removing and
-    adding single cuts, and by tying single gathers to another reduce-scatter, as long as that
-    helps. At the end buckets are merged that gain almost nothing by being two. This must not lose
-    the plan's gain over DeAR's own order, serial and WFBP.
+    The first drafts are the buckets of fixed caps with every plain schedule, unless a cap makes
+    more than 400 buckets. So no plan is worse. Others grow from both ends of the model to a cap:
+    what is reduced last and gathered first is exposed, what is reduced first leaves the wire idle
+    until then. Then some of these (``_starts``) are changed as long as that helps: single cuts
+    move, go and come, and single gathers are tied to another reduce-scatter. At the end buckets are
+    merged that gain almost nothing by being two. This must not lose the plan's gain over DeAR's own
+    order, serial and WFBP.
     """
     drafts = Drafts(problem)
     first = sorted(_first_drafts(problem, drafts), key=_merit)
@@ -108,8 +108,8 @@ def _first_drafts(problem: Problem, drafts: Drafts) -> Iterator[Draft]:
 
 def _starts(drafts: Drafts, first: Sequence[Draft]) -> list[Draft]:
     """Where to climb from, in this order: the best draft; the best of few buckets with each window
-    and patience, since a climb from many costs ten times as much and often ends with small buckets
-    that no single step gets rid of; the best of other layouts. first: what there is, best first.
+    and patience; the best of other layouts. A climb from many buckets costs ten times as much, and
+    often ends with small ones that no single step gets rid of. first: what there is, best first.
     """
     best = list(dict.fromkeys(draft.cuts for draft in first))[:_NUM_KEPT]
     small = [draft.cuts for draft in first if _is_small(draft) and draft.cuts not in best]

@@ -147,9 +147,9 @@ def least_iteration_s(
 
         T >= r(k) + RS(0..k) + AG(0..k) + f(k)                                          for all k
 
-    which is Jackson's bound for one machine with release times and tails, reached by any schedule
-    that may cut operations anywhere and pays for no start-up (Carlier, 1982). Without eager
-    updates gathers are released by the step at the end of backprop, and for k <= j
+    This is Jackson's bound for one machine with release times and tails. It is reached by any
+    schedule that may cut operations anywhere and pays for no start-up (Carlier, 1982). Without
+    eager updates gathers are released by the step at the end of backprop, and for k <= j
 
         T >= max(backprop, r(k) + RS(0..k)) + AG(0..j) + f(j)
 

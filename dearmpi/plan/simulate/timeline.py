@@ -1,9 +1,9 @@
 """Timeline: one steady iteration of a plan, simulated.
 
 Begins with backprop and ends with the feed-forward that follows. The compute lane is the main
-thread: backprop from the last layer to the first, then each layer's feed-forward as soon as the
-buckets of the parameters that it computes with are current. A parameter's gradient is ready when
-the backprop of the first layer that uses it ends, so a tied embedding's is ready last of all.
+thread: backprop from the last layer to the first, then the feed-forward. Each layer begins as soon
+as the buckets of the parameters that it computes with are current. A parameter's gradient is ready
+when the backprop of the first layer that uses it ends, so a tied embedding's is ready last of all.
 """
 
 from __future__ import annotations

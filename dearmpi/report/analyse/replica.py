@@ -1,9 +1,9 @@
 """Replica: a recorded run as the planner's model sees it, to set beside what was measured.
 
 Each bucket becomes a layer. Its backprop takes from the readiness of the bucket before it to its
-own, its feed-forward the same share of the whole; the link carries as many bytes per second as it
-did while the recording's collectives were in flight, or more where the measured iteration shows
-that it can, and nothing disturbs anything.
+own, its feed-forward the same share of the whole. The link is as fast as it was while the
+recording's collectives were in flight, or faster where the measured iteration shows that it can be.
+Nothing disturbs anything.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ class Recording:
     def typical(self) -> Window | None:
         """Of the iterations that all ranks recorded, the one of median length.
 
-        It reaches from where the last rank begins to where the last begins the next, so that no
-        rank shows the backprop of the iteration before.
+        It reaches from where the last rank begins to where the last begins the next. So no rank
+        shows the backprop of the iteration before.
         """
         by_rank = [{w.iteration: w for w in self.windows(rank)} for rank in self.spans]
         shared = set.intersection(*map(set, by_rank)) if by_rank else set()

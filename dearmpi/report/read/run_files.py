@@ -200,8 +200,8 @@ class History:
         return tuple((step, number) for step, number in found if number is not None)
 
     def typical(self, value: Callable[[HistoryRow], float | None]) -> float | None:
-        """The median over the rows of the ranks that trained last, as far as rows tell of ranks,
-        without their first, which pays for starting, if there are more.
+        """The median over the rows of the ranks that trained last, as far as rows tell of ranks.
+        Without their first, which pays for starting, if there are more.
         """
         rows = (row for row in self.rows if len(row.rank_step_s) in (0, self._num_ranks()))
         numbers = [number for row in rows if (number := value(row)) is not None]

@@ -31,8 +31,8 @@ class Survey:
     """What a run folder holds.
 
     latest: the checkpoint to resume from, None where there is none.
-    passed_over: what is wrong with ``latest``, or with the checkpoint that it names, and with each
-        damaged checkpoint that is not older than the one to resume from.
+    passed_over: what is wrong with ``latest``, or with the checkpoint that it names. Also what is
+        wrong with each damaged checkpoint that is not older than the one to resume from.
     """
 
     latest: Path | None

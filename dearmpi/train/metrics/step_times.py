@@ -105,8 +105,8 @@ def rank_columns(ranks: Sequence[RankTimes]) -> dict[str, Any]:
 
 
 def _busiest(ranks: Sequence[RankTimes]) -> list[int]:
-    """Those that are nearer to the busiest than to the median, as all ranks of a slow host are,
-    and in any case the first few; in order of their numbers.
+    """Those that are nearer to the busiest than to the median, as all ranks of a slow host are. In
+    any case the first few; in order of their numbers.
     """
     own_s = [times.own_s for times in ranks]
     midway_s = (median(own_s) + max(own_s)) / 2

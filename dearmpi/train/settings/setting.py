@@ -40,8 +40,8 @@ class Setting:
     """One setting.
 
     kind: ``texts`` are pairs of a name and text, ``literals`` pairs of a name and a plain Python
-        value, ``numbers`` several numbers, ``range`` two whole ones, as START:STOP,
-        ``several`` some of the choices, separated by commas.
+        value. ``numbers`` are several numbers, ``range`` two whole ones, as START:STOP, ``several``
+        some of the choices, separated by commas.
         A ``duration`` is in seconds, or text such as 90m.
     flag: without the dashes; the environment variable and the file's key follow from the name.
     metavar: how the value is shown in help. choices: of words; of an integer, beside numbers.
