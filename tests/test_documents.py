@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_WORDS = 22_000  # of all pages and README, without the pages that are generated
 MOST_README_WORDS = 700
 MOST_SENTENCE_WORDS = 25
+MOST_TERMS = 25
+MOST_FILES_OF_A_WALK = 15
 
 
 def test_the_plan_that_planning_draws_is_what_its_lines_print(
@@ -113,9 +117,9 @@ def words(text: str) -> list[str]:
     return [word for word in text.split() if re.search(r"\w", word)]
 
 
-def sentences(page: Path) -> list[str]:
+def sentences(text: str) -> list[str]:
     """Sentences of a page outside of code; each cell of a table is text by itself."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
     blocks = [""]
     for line in map(str.strip, text.splitlines()):
@@ -143,6 +147,14 @@ def test_files_that_pages_name_exist(page: Path) -> None:
         assert any((home / name).exists() for home in homes), f"{name} does not exist"
 
 
+def test_the_architecture_has_few_terms_and_a_short_walk() -> None:
+    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    terms = re.findall(r"^\| ", text[text.index("## Terms") : text.index("## Rooms")], re.MULTILINE)
+    assert len(terms) <= 1 + MOST_TERMS
+    walked = re.findall(r"^\d+\. `([\w/]+\.py)`", text, re.MULTILINE)
+    assert 10 <= len(walked) == len(set(walked)) <= MOST_FILES_OF_A_WALK
+
+
 def test_generated_pages_are_what_the_code_says() -> None:
     stale = [path.name for path, text in generate.pages().items() if path.read_text() != text]
     assert not stale, f"run python docs/generate.py: {stale}"
@@ -156,8 +168,30 @@ def test_pages_are_short() -> None:
 
 @pytest.mark.parametrize("page", written_pages(), ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_are_short(page: Path) -> None:
-    long = [part for part in sentences(page) if len(words(part)) > MOST_SENTENCE_WORDS]
+    long = [part for part in sentences(page.read_text()) if len(words(part)) > MOST_SENTENCE_WORDS]
     assert not long
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Paragraphs of docstrings, without examples and drawings, which are indented."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
+                if not re.search(
+                    r"\A\s|[\b├]", paragraph
+                ):  # \b: click leaves its lines as they are
+                    yield paragraph.replace("``", "`")
+
+
+def test_sentences_of_docstrings_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}: {part}"
+        for path in sorted((ROOT / "dearmpi").rglob("*.py"))
+        for paragraph in docstrings(path)
+        for part in sentences(paragraph)
+        if len(words(part)) > MOST_SENTENCE_WORDS
+    ]
+    assert not long, "\n".join(long)
 
 
 def test_public_names_are_documented() -> None:

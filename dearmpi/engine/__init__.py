@@ -30,9 +30,9 @@ What holds what:
 ``close()``.
 
 From a gradient's hook to the next forward, in this order: iteration/hooks, iteration/backprop,
-bucket/bucket, bucket/grad_tracker, bucket/buffers, iteration/engine_state, iteration/pipeline,
-iteration/stages, codec/codec; then update/shard_update and update/update. ``Waiting``, in
-iteration/pipeline, holds the next forward until they are over.
+bucket/bucket, bucket/grad_tracker, bucket/buffers, iteration/pipeline, iteration/stages,
+codec/codec, update/shard_update. ``Waiting``, in iteration/pipeline, holds the next forward until
+they are over. docs/explanation/architecture.md lists the files of comm between them.
 
 Each room's ``__init__`` says what the room is for and where to begin. At the top stands what a
 script sees (optimizer, readings, facade, scaling), and the errors of wrong use (usage_errors).

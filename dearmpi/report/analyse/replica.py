@@ -2,7 +2,7 @@
 
 Each bucket becomes a layer. Its backprop takes from the readiness of the bucket before it to its
 own, its feed-forward the same share of the whole. The link is as fast as it was while the
-recording's collectives were in flight, or faster where the measured iteration shows that it can be.
+recording's collectives were in flight, or faster if the measured iteration shows so.
 Nothing disturbs anything.
 """
 

@@ -1,4 +1,7 @@
-"""Checkpoints: snapshots of a run on disk, complete or not there."""
+"""Checkpoints: snapshots of a run on disk, complete or not there.
+
+`snapshot` is what is written, `part` a rank's share of it, `manifest` the list beside the parts.
+"""
 
 from __future__ import annotations
 
