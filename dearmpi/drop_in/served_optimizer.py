@@ -128,6 +128,8 @@ class ServedOptimizer:
 
     def _step(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         self._follow_attributes()
+        for model in self.models:
+            model.take_moved()
         vars(self.optimizer)[STEPPED_MARK] = True
         was_choosing = self.engine.is_choosing
         loss = self.engine.step(closure)

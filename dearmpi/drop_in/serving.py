@@ -11,7 +11,7 @@ on stepping by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -118,7 +118,7 @@ class ModelServing:
         self._unsynchronized = ExitStack()
         self._is_synchronizing = True
         self._is_complete = False
-        self._storage = self._addresses()  # of the parameters, where engines have put them
+        self.note_storage()
         self._newer: ModelServing | None = None  # another wrapper's, with the same parameters
         for older in KnownOptimizers.models_with(self.names):
             older.leave_to(self)
@@ -147,7 +147,7 @@ class ModelServing:
                 )
             self._newer.prepare()
             return
-        if self._addresses() != self._storage:
+        if self._has_moved():
             self._leave_engines()  # as after model.to("cpu:0"): they start over where it is now
         if not self._is_complete:
             self._complete()
@@ -214,7 +214,20 @@ class ModelServing:
 
     def note_storage(self) -> None:
         """Parameters lie where an engine has put them."""
-        self._storage = self._addresses()
+        self._addresses, self._places = _addresses_of(self.names), [p.detach() for p in self.names]
+
+    def take_moved(self) -> None:
+        """Before a step: what the script has put in the place of parameters counts.
+
+        As sharpness-aware optimizers do by ``param.data = kept``.
+        """
+        if not self._has_moved():
+            return
+        self.wait()
+        for param, place in zip(self.names, self._places, strict=True):
+            if param.data_ptr() != place.data_ptr():
+                place.copy_(param.detach())
+                param.data = place
 
     def wait(self) -> None:
         """Wait until every parameter shows the last step."""
@@ -258,8 +271,8 @@ class ModelServing:
         self._is_complete = True
         self.note_storage()
 
-    def _addresses(self) -> list[int]:
-        return [param.data_ptr() for param in self.names]
+    def _has_moved(self) -> bool:
+        return _addresses_of(self.names) != self._addresses
 
     def _leave_engines(self) -> None:
         for served in list(self.engines):
@@ -281,6 +294,10 @@ class ModelServing:
     def _broadcast_buffers(self) -> None:
         if self._broadcasts and any(True for _ in self._model.buffers()):
             dearmpi.broadcast_buffers(self._model, self._world)
+
+
+def _addresses_of(params: Iterable[nn.Parameter]) -> list[int]:
+    return [param.data_ptr() for param in params]
 
 
 def watch_steps(model: ModelServing) -> None:

@@ -491,6 +491,31 @@ def moved_parameters(job: Job) -> Trained:
     return Trained([model], [optimizer], seen)
 
 
+def perturbed_parameters(job: Job) -> Trained:
+    """Two backwards a step, the second one elsewhere, as sharpness-aware optimizers have them."""
+    model = job.wrap(network())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    seen = []
+    for step in range(STEPS):
+        loss_of(model(job.batch(step))).backward()
+        kept = []
+        with torch.no_grad():
+            for param in model.parameters():
+                kept.append(param.data.clone())
+                param.add_(param.grad, alpha=0.1)
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        for param, value in zip(model.parameters(), kept, strict=True):
+            if step % 2:
+                param.data = value
+            else:
+                param.data.copy_(value)
+        optimizer.step()
+        seen.append(sum(float(param.detach().sum()) for param in model.parameters()))
+        optimizer.zero_grad()
+    return Trained([model], [optimizer], seen)
+
+
 SCRIPTS: dict[str, Callable[[Job], Trained]] = {
     script.__name__: script
     for script in (
@@ -498,6 +523,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(gradients_read_and_changed, amp_and_scaler, two_optimizers, optimizers_of_parts),
         *(optimizers_by_turns, closures, moving_averages, recomputation, uneven_inputs, resume),
         *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
-        *(wrapped_again, moved_parameters),
+        *(wrapped_again, moved_parameters, perturbed_parameters),
     )
 }
