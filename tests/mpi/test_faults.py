@@ -212,6 +212,54 @@ def test_a_rank_that_keeps_the_others_waiting_is_named_and_ends_the_job(
     assert seconds < 3.0 + END_S and ended.left_over == 0
 
 
+BLOCKS_SCRIPT = """
+import os, signal, sys
+import torch
+import dearmpi
+from dearmpi.comm.watchdog.watchdog import StallLimits
+from dearmpi.engine.codec.largest import TopBlocks
+
+world = dearmpi.connect(stall_limits=StallLimits(1.0, 3.0))
+reduce, num_steps = TopBlocks.reduce, 0
+
+
+def stop_before_the_values(self, *args, **kwargs):
+    global num_steps
+    steps, num_steps = reduce(self, *args, **kwargs), num_steps + 1
+    yield next(steps)
+    yield next(steps)
+    if num_steps == 3 and world.rank == 1:
+        print("now", flush=True)
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    return (yield from steps)
+
+
+TopBlocks.reduce = stop_before_the_values
+model = torch.nn.Linear(300, 300)
+optimizer = dearmpi.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model, compress="block-topk"
+)
+for step in range(1_000_000):
+    optimizer.zero_grad()
+    model(torch.ones(2, 300)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_ends_between_choosing_blocks_and_sending_them(how: str, script: Path) -> None:
+    """Others have its choice, and wait for the values of the same bucket."""
+    script.write_text(BLOCKS_SCRIPT)
+    ended, seconds = run(script, how)
+    assert ended.returncode not in (0, 124), ended.output
+    assert seconds < 3.0 + END_S and ended.left_over == 0
+    if how == "SIGSTOP":
+        assert ended.returncode == 8
+        assert "begun 3 backprops, waits" in ended.output and "bucket 0" in ended.output
+        assert f"rank 1 on {socket.gethostname()}: does not answer" in ended.output
+
+
 LONGER_SCRIPT = """
 import torch
 import dearmpi

@@ -23,7 +23,7 @@ from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import AllOf, Chain, Collectives, Request
 from dearmpi.config import EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
-from dearmpi.engine.codec.codec import Codec, elements_sent
+from dearmpi.engine.codec.codec import Codec
 from dearmpi.engine.codec.nonzero import BLOCK, NonzeroGather, NonzeroReduce, mark
 from dearmpi.engine.codec.residual import ErrorFeedback, Sent
 from dearmpi.engine.codec.sparse import FAR_APART
@@ -67,7 +67,7 @@ class SketchReduce(NonzeroReduce):
         """``scratch``: shared by all buckets."""
         super().__init__(bucket, algorithms, scratch)
         self._feedback = ErrorFeedback(bucket.spec.world_size, keeps=True)
-        self._index, self._whole_bytes = bucket.index, elements_sent(bucket) * bucket.spec.itemsize
+        self._index = bucket.index
         self._next: Outlook | None = None
         self._certain: Outlook | None = None  # of the last step that counts
         bucket.keeps_unused = True
@@ -100,6 +100,7 @@ class SketchReduce(NonzeroReduce):
         blocks = yield from self.send(data, collectives)
         self._hold_sum(data, own)
         if looks:
+            self.sent_bytes += (self._size - 1) * table[0].nbytes
             yield agreeing
         if blocks is not None:
             self._expect(table, max(map(len, blocks)), turn=1)
@@ -131,7 +132,6 @@ class SketchReduce(NonzeroReduce):
             ring.start_reduce_scatter(cells.view(-1), collectives),
         ]
         to_agree, to_fall_back = collectives.reserve(), collectives.reserve()
-        self.sent_bytes = (self._size - 1) * (flags[0].nbytes + cells[0].nbytes)
         yield AllOf(posted)
         blocks = flags[own].nonzero().view(-1)
         sums = peel(blocks, cells[own], seed=seed)
@@ -145,9 +145,10 @@ class SketchReduce(NonzeroReduce):
             for row, (chosen, values) in zip(rows, kept, strict=False):
                 self._unpack(values, chosen, row)
             self.fallbacks += 1
-            self.sent_bytes += self._whole_bytes
         # The place is used in any case, so that ranks count operations alike.
         rest = data if has_failed else data.new_zeros(self._size)
+        sent = flags.nbytes + cells.nbytes + table.nbytes + rest.nbytes
+        self.sent_bytes = sent // self._size * (self._size - 1)
         with to_fall_back:
             request = self._algorithm.start_reduce_scatter(rest, collectives)
         yield request

@@ -105,6 +105,43 @@ def test_every_bit_is_as_without_compression(
         assert bits(one) == bits(other)
 
 
+@turns_of(inner=["plain", "adam", "sgd"], gather=["parameters", "gradients"])
+def test_after_50_steps_parameters_and_state_have_every_bit(inner: str, gather: Gather) -> None:
+    """Ranks use other rows in each step: none, few or all of them."""
+    every = list(range(ROWS))
+    rows = [every[step % 40 :: 1 + 37 * (step % 3)] for step in range(50)]
+    settings: dict[str, Any] = {"gather": gather, "inner": inner, "rows": rows}
+    dense, sparse = (
+        run_ranks(3, lambda w: train(w, compress=how, reduce_scatter="ring", **settings))  # noqa: B023
+        for how in ("none", "nonzero")
+    )
+    assert [bits(one) for one in dense] == [bits(one) for one in sparse]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_flags_of_many_ranks_are_joined_and_not_added(size: int) -> None:
+    """Neighbouring blocks, of which every rank has the first and one its own as well."""
+    hub = FakeHub(size, name=lambda buffer: f" {buffer.numel()} ")
+
+    def rank(world: World) -> Tensor:
+        model = nn.Linear(64 * 20 * size, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = distribute(model, world, inner="plain", compress="nonzero", bucket_cap_mb=1.0)
+        factors = torch.zeros(1, 64 * 20 * size)
+        factors[:, :64] = 1.0
+        factors[:, 64 * (1 + world.rank) : 64 * (2 + world.rank)] = 1.0
+        (model.weight * factors).sum().backward()
+        averaged: Tensor = optimizer.gradients()["weight"].view(-1, 64)[:, 0]
+        optimizer.step()
+        optimizer.close()
+        return averaged * size
+
+    for counts in run_ranks(size, rank, hub=hub):
+        assert counts.tolist() == pytest.approx([size] + [1] * size + [0] * (19 * size - 1))
+    shown = hub.picture(0).split()
+    assert shown[shown.index("RS") + 1] == str(64 * size * (1 + size)), "all in the first shard"
+
+
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 0.0, 1e-45])
 def test_numbers_that_are_not_ordinary_arrive_as_they_are(value: float, gather: Gather) -> None:

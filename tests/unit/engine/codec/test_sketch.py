@@ -5,19 +5,28 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer, EngineConfig
+from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+from dearmpi.comm.algorithms.scratch import Scratch
+from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket import bucket
+from dearmpi.engine.bucket.bucket import BucketRuntime
+from dearmpi.engine.bucket.buffers import Arena
 from dearmpi.engine.codec import sketch
 from dearmpi.engine.codec.nonzero import BLOCK
-from dearmpi.engine.codec.sketch import NUM_TABLES, Outlook, peel, places_of
+from dearmpi.engine.codec.sketch import NUM_TABLES, Outlook, SketchReduce, peel, places_of
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.layout import build_layout, spec_of
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
@@ -55,6 +64,114 @@ def test_the_sum_of_sketches_is_that_of_what_they_stand_for() -> None:
         failed += found is None
         assert found is None or torch.equal(found, total[blocks])
     assert failed <= 4  # two blocks have the same cells in 1 of 37 sketches of this size
+
+
+@given(num=st.integers(0, 5000), size=st.integers(1, 4), seed=st.integers(0, 1 << 40))
+def test_any_number_of_blocks_is_decoded_to_the_bit_or_not_at_all(
+    num: int, size: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    total = torch.zeros(6000, BLOCK, dtype=torch.int32)
+    width = Outlook(exponent=0, num_blocks=num, turn=0).width
+    cells = torch.zeros(NUM_TABLES * width, BLOCK, dtype=torch.int32)
+    union = torch.randperm(6000, generator=generator)[:num]
+    for rank in range(size):
+        blocks = union[rank::size].sort().values
+        values = torch.randint(-(2**31), 2**31 - 1, (len(blocks), BLOCK), generator=generator).int()
+        total[blocks] += values
+        cells += sketch_of(blocks, values, width, seed)
+    blocks = union.sort().values
+    found = peel(blocks, cells, seed=seed)
+    assert found is None or torch.equal(found, total[blocks])
+    assert found is not None or num > 0
+
+
+def num_failed(monkeypatch: pytest.MonkeyPatch, cells_per_key: float) -> int:
+    """Of 60 sketches of 200 blocks, without spare cells, those that cannot be decoded."""
+    monkeypatch.setattr(sketch, "_CELLS_PER_KEY", cells_per_key)
+    width = Outlook(exponent=0, num_blocks=200, turn=0).width
+    values, failed = torch.ones(200, BLOCK, dtype=torch.int32), 0
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        blocks = torch.randperm(5000, generator=generator)[:200].sort().values
+        found = peel(blocks, sketch_of(blocks, values, width, seed), seed=seed)
+        assert found is None or torch.equal(found, values)
+        failed += found is None
+    return failed
+
+
+def test_few_cells_fail_often_and_are_known_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.23 for each block is where endless ones could just be decoded."""
+    usual = sketch._CELLS_PER_KEY
+    monkeypatch.setattr(sketch, "_SPARE_CELLS", 0)
+    monkeypatch.setattr(sketch, "_GROWTH", 1.0)
+    assert num_failed(monkeypatch, 1.23) > 12
+    assert num_failed(monkeypatch, usual) <= 6
+
+
+def test_with_too_few_cells_training_goes_on_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("_CELLS_PER_KEY", 0.9), ("_SPARE_CELLS", 0), ("_GROWTH", 1.0)):
+        monkeypatch.setattr(sketch, name, value)
+
+    def rank(world: World) -> list[Any]:
+        gradients = [gradient_of(step, world.rank, num=20) for step in range(6)]
+        return [train(world, gradients, compress=how) for how in ("none", "sketch")]
+
+    for dense, sparse in run_ranks(3, rank):
+        assert torch.equal(dense[0], sparse[0]) and sparse[2] >= 3
+
+
+class Alike:
+    """Collectives of one rank whose others send what it sends; complete at once."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size, self.posted = 1, size, list[Tensor]()
+
+    def reserve(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def start_reduce_scatter(self, buffer: Tensor, *_: Any, **__: Any) -> Request:
+        self.posted.append(buffer.clone())
+        buffer.mul_(self.size)
+        return Completed()
+
+    def start_all_reduce(self, buffer: Tensor, op: str) -> Request:
+        assert op == "max"
+        return Completed()
+
+    def start_all_gather(self, buffer: Tensor, *_: Any, **__: Any) -> Request:
+        rows = buffer.view(self.size, -1)
+        rows.copy_(rows[self.rank].clone().expand_as(rows))
+        return Completed()
+
+
+@pytest.mark.parametrize("size", [2, 255, 256])
+def test_flags_of_many_ranks_add_up_without_a_carry(size: int) -> None:
+    """The same blocks on every rank. Bytes hold 255; of more ranks a bucket has no sketch."""
+    blocks_of_shard = 100
+    param = nn.Parameter(torch.zeros(size * blocks_of_shard * BLOCK))
+    layout = build_layout([[spec_of(param, "p")]], size)
+    runtime = BucketRuntime(
+        layout.buckets[0], [param], rank=1, gradients=Arena(layout), parameters=Arena(layout)
+    )
+    codec = SketchReduce(runtime, CollectiveAlgorithms("ring"), Scratch())
+    collectives: Any = Alike(size)
+    for step in range(2):
+        data = runtime.gradients.data.zero_()
+        shards = data.view(size, blocks_of_shard, BLOCK)
+        shards[:, 30:34] = 3.0 + step
+        shards[:, 33, 5] = -0.0
+        expected = shards[1] * size
+        collectives.posted.clear()
+        request = codec.start(runtime, collectives, step)
+        while not request.test():
+            pass
+        assert torch.equal(runtime.gradients.shard.view_as(expected), expected)
+        codec.commit(runtime, is_final=True)
+    assert any(one.dtype == torch.uint8 for one in collectives.posted) == (size <= 255)
+    assert codec.fallbacks == 0
 
 
 def test_two_blocks_with_the_same_cells_are_not_guessed() -> None:
