@@ -25,6 +25,7 @@ from dearmpi.errors import CommError, DearError
 if TYPE_CHECKING:
     from dearmpi.comm.watchdog.watchdog import StallLimits
     from dearmpi.comm.world import World
+    from dearmpi.config import ProgressMode
 
 # A rank whose communication broke was likely left by another, which will say why.
 _GRACE_OF_VICTIMS_S = 3.0
@@ -155,7 +156,10 @@ def end_run(world: World, error: BaseException, log: RankLog) -> int:
 
 
 def measure_together(
-    measure: Callable[[World, Console], int], *, stall_limits: StallLimits | None = None
+    measure: Callable[[World, Console], int],
+    *,
+    stall_limits: StallLimits | None = None,
+    progress: ProgressMode | None = None,
 ) -> int:
     """Connect the ranks and call ``measure`` on all; a failure ends as that of a run.
 
@@ -166,7 +170,7 @@ def measure_together(
     def carry_out(world: World, _log: RankLog) -> int:
         return measure(world, Console(speaks=world.is_root, launched=world.size > 1))
 
-    return on_ranks(carry_out, connect=partial(connect, stall_limits=stall_limits))
+    return on_ranks(carry_out, connect=partial(connect, progress, stall_limits=stall_limits))
 
 
 INTERRUPTED = 130

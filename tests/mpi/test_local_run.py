@@ -1,7 +1,8 @@
-"""A script with ``dearmpi.Run`` and local steps under mpirun, resumed on 2 and 3 ranks."""
+"""Local steps under mpirun: a script with ``dearmpi.Run`` that is resumed, and ``federate``."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -110,3 +111,27 @@ def test_other_numbers_of_ranks_go_on_from_what_was_shared(tmp_path: Path) -> No
     ends = [end_of(tmp_path / "three", rank)[1] for rank in range(3)]
     assert are_equal(ends[0], ends[1]) and are_equal(ends[0], ends[2])
     assert not are_equal(ends[0], shared)
+
+
+def test_federate_is_the_same_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn.datasets")
+    found = []
+    for ranks in (1, 2):
+        command = [sys.executable, "-m", "dearmpi.cli.main", "federate", "--clients", "5"]
+        command += ["--algorithms", "scaffnew,tamuna", "--cohort", "3", "--condition", "20"]
+        ended = run_job(
+            forked([*command, "--json", f"{ranks}.json"]),
+            ranks=ranks,
+            limit_s=LIMIT_S,
+            folder=tmp_path,
+            environment={"PYTHONPATH": str(ROOT)},
+        )
+        assert ended.returncode == 0, ended.output
+        found.append(json.loads((tmp_path / f"{ranks}.json").read_text())["algorithms"])
+    for alone, two in zip(*found, strict=True):
+        assert alone["arrived"] and two["arrived"] and alone["cost"] == two["cost"]
+        for one, other in zip(alone["rounds"], two["rounds"], strict=True):
+            assert one.pop("squared_distance") == pytest.approx(
+                other.pop("squared_distance"), rel=1e-6, abs=1e-12
+            )
+            assert one == other

@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from dearmpi.cli.main import main
+from dearmpi.comm import lifecycle
 
 SMALL = ["federate", "--clients", "6", "--condition", "10", "--target", "1e-4"]
+
+
+@pytest.fixture(autouse=True)
+def _not_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests have connected this process in another way."""
+    monkeypatch.setattr(lifecycle._Process, "world", None)
+    monkeypatch.setattr(lifecycle._Process, "progress", "thread")
 
 
 def test_a_table_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
