@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -86,9 +87,12 @@ class ServedOptimizer:
         KnownOptimizers.own.add(self._twin)
         whole = [serving.model for serving in models]
         self._module = whole[0] if len(whole) == 1 else nn.ModuleList(whole)
-        self.engine = DistributedOptimizer(
-            self._twin, self._module, world=world, **models[0].settings()
-        )
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(model.own_buffers())
+            self.engine = DistributedOptimizer(
+                self._twin, self._module, world=world, **models[0].settings()
+            )
         if self.engine.config.gather == "gradients":
             self.engine.keep_gradients()
         self._show_state()
@@ -133,6 +137,8 @@ class ServedOptimizer:
         vars(self.optimizer)[STEPPED_MARK] = True
         was_choosing = self.engine.is_choosing
         loss = self.engine.step(closure)
+        for model in self.models:
+            model.note_step(self.engine)
         if was_choosing and not self.engine.is_choosing:  # buckets of another codec lie elsewhere
             for model in self.models:
                 model.note_storage()

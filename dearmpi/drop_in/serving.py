@@ -12,7 +12,7 @@ on stepping by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, ClassVar
@@ -120,6 +120,8 @@ class ModelServing:
         self._is_complete = False
         self.note_storage()
         self._newer: ModelServing | None = None  # another wrapper's, with the same parameters
+        self._buffers_differ = True  # as far as this process knows, in a model that has some
+        self._is_joined = False
         for older in KnownOptimizers.models_with(self.names):
             older.leave_to(self)
         watch_steps(self)
@@ -153,8 +155,47 @@ class ModelServing:
             self._complete()
         if self._is_synchronizing is not self.synchronizes:
             self._switch()
-        if self._averager is not None and not self.engines and self.synchronizes:
-            self._broadcast_buffers()
+        self.broadcast_buffers()
+        self._buffers_differ = self.synchronizes
+
+    def broadcast_buffers(self) -> None:
+        """Before a forward, those of rank 0, unless they have come since the last one (collective).
+
+        As with DDP, forwards inside ``no_sync`` leave them different until the next step.
+        """
+        if self._newer is not None:
+            self._newer.broadcast_buffers()
+            return
+        differ, self._buffers_differ = self._buffers_differ, False
+        if self._broadcasts and differ and not self._is_joined and self._has_buffers():
+            dearmpi.broadcast_buffers(self._model, self._world)
+
+    def note_step(self, engine: DistributedOptimizer) -> None:
+        """Steps of some engines send the buffers."""
+        if engine.config.buffers == "broadcast":
+            self._buffers_differ = False
+
+    @contextmanager
+    def own_buffers(self) -> Iterator[None]:
+        """Inside, an engine is made, which would copy those of rank 0 to ranks that keep theirs."""
+        is_kept = not self._broadcasts
+        kept = [(b, b.detach().clone()) for b in self._model.buffers()] if is_kept else []
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in kept:
+                    buffer.copy_(values)
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Inside, ranks may have unequal numbers of forwards (collective)."""
+        with self.only_engine().join():
+            self._is_joined = True
+            try:
+                yield
+            finally:
+                self._is_joined = False
 
     def average_now(self) -> None:
         """Put averaged gradients, as plain tensors, where the averager's are (collective)."""
@@ -264,9 +305,10 @@ class ModelServing:
             choices = Chosen.choices.engine()
             if choices.keeps_unsent or choices.compress == "auto":  # by steps, which it never takes
                 settings |= EngineSettings(compress="none")
-            self._averager = DistributedOptimizer(
-                never_stepped, self._model, world=self._world, **settings
-            )
+            with self.own_buffers():
+                self._averager = DistributedOptimizer(
+                    never_stepped, self._model, world=self._world, **settings
+                )
             self._averager.keep_gradients()
         self._is_complete = True
         self.note_storage()
@@ -291,9 +333,8 @@ class ModelServing:
         if self._averager is not None:
             yield self._averager
 
-    def _broadcast_buffers(self) -> None:
-        if self._broadcasts and any(True for _ in self._model.buffers()):
-            dearmpi.broadcast_buffers(self._model, self._world)
+    def _has_buffers(self) -> bool:
+        return any(True for _ in self._model.buffers())
 
 
 def _addresses_of(params: Iterable[nn.Parameter]) -> list[int]:

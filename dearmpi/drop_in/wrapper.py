@@ -43,10 +43,10 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         """Copies rank 0's parameters and buffers to all ranks.
 
-        broadcast_buffers: all ranks get rank 0's after each step; its newer name in torch is
-        forward_sync_buffers. bucket_cap_mb: as in ``EngineConfig``. Other arguments are torch's:
-        accepted with a printed line where they have no meaning here. Raises ArgumentError for
-        those that cannot be served.
+        broadcast_buffers: all ranks get rank 0's after each step, and before a further forward;
+        its newer name in torch is forward_sync_buffers. bucket_cap_mb: as in ``EngineConfig``.
+        Other arguments are torch's: accepted with a printed line where they have no meaning here.
+        Raises ArgumentError for those that cannot be served.
         """
         super().__init__()
         world = dearmpi.connect()
@@ -76,6 +76,8 @@ class DistributedDataParallel(nn.Module):
         self.register_forward_pre_hook(_prepare)
         if world.size > 1:
             self._serve().prepare()
+            if newer is False and broadcast_buffers is not False and init_sync:
+                dearmpi.broadcast_buffers(module, world)  # by this name, torch's does it once
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -124,7 +126,7 @@ class DistributedDataParallel(nn.Module):
         if not enable or dearmpi.connect().size == 1:
             yield
             return
-        with self._serve().only_engine().join():
+        with self._serve().joined():
             yield
 
     def join_hook(self, **_: Any) -> NoReturn:
@@ -187,9 +189,13 @@ class DistributedDataParallel(nn.Module):
 
 
 def _prepare(wrapper: nn.Module, _: Any) -> None:
-    if is_dynamo_compiling() or not torch.is_grad_enabled():
-        return
     assert isinstance(wrapper, DistributedDataParallel)
+    if is_dynamo_compiling():
+        return
+    if not torch.is_grad_enabled():
+        if wrapper._serving is not None:
+            wrapper._serving.broadcast_buffers()
+        return
     if dearmpi.connect().size > 1 and (wrapper.training or wrapper._serving is not None):
         wrapper._serve().prepare()
 

@@ -415,6 +415,45 @@ def batch_norm(job: Job) -> Trained:
     return Trained([model], [optimizer], seen)
 
 
+class Centred(nn.Module):
+    """Its training forward reads a running mean that batches have made."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.layers(inputs)
+        with torch.no_grad():
+            self.mean.lerp_(outputs.mean(0), 0.5)
+        return outputs - self.mean
+
+
+def buffers_read_in_training(job: Job) -> Trained:
+    """Several forwards in a step, and in evaluation: each rank's own buffers, or rank 0's."""
+    models: list[Any] = []
+    seen = []
+    choices: tuple[dict[str, bool], ...] = ({}, {"broadcast_buffers": False})
+    for keeps in choices:
+        module = Centred()
+        module.mean += job.rank
+        model = job.wrap(module, **keeps)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for micro in range(3):
+                loss = loss_of(model(job.batch(10 * step + micro)))
+                with torch.no_grad():
+                    seen.append(float(model(job.batch(99)).sum()) if micro == step % 2 else 0.0)
+                loss.backward()
+            optimizer.step()
+        models.append(model if keeps or job.rank == 0 else module.layers)
+    return Trained(models, [], seen)
+
+
 class _OwnSteps(nn.Module):
     """Each forward trains both parts, as ``train`` has it."""
 
@@ -523,6 +562,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(gradients_read_and_changed, amp_and_scaler, two_optimizers, optimizers_of_parts),
         *(optimizers_by_turns, closures, moving_averages, recomputation, uneven_inputs, resume),
         *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
-        *(wrapped_again, moved_parameters, perturbed_parameters),
+        *(buffers_read_in_training, wrapped_again, moved_parameters, perturbed_parameters),
     )
 }
