@@ -49,13 +49,16 @@ def schedule(
     *,
     is_even: bool,
     num_chunks: int = NUM_CHUNKS,
+    loads_s: Sequence[float] = (),
 ) -> list[list[Crossing]]:
     """The crossings of each chunk of an all-reduce, in order: reduce-scatters, then all-gathers.
 
     nbytes: of one rank. is_even: by Themis; False: all from the inner dimension to the outer one.
+    loads_s: by dimension, for how long earlier all-reduces keep it; none unless given.
     """
     inner_first = list(range(len(dimensions)))
-    loads = [dimension.latency_s for dimension in dimensions]
+    before_s = loads_s or [0.0] * len(dimensions)
+    loads = [one.latency_s + load_s for one, load_s in zip(dimensions, before_s, strict=True)]
     chunk = nbytes / num_chunks
     chunks = []
     for _ in range(num_chunks):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dearmpi.chunk_orders import play, schedule
@@ -44,12 +44,15 @@ class Grid:
     orders: in which reduce-scatters of chunks cross the dimensions, by turns; one from inner to
         outer if there is none. rates: what a rank sends in each dimension, which has a wire of its
         own; only their ratios count. Chunks then take the orders of Themis, instead of ``orders``.
+    loads: with rates, how long earlier buffers keep each dimension, as ``carried`` finds it. The
+        unit is the time of this whole buffer at rate 1.
     """
 
     sizes: tuple[int, ...]
     order: tuple[int, ...]
     orders: tuple[tuple[int, ...], ...] = ()
     rates: tuple[float, ...] = ()
+    loads: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return grid_text(self.sizes, self.rates)
@@ -70,7 +73,7 @@ class Grid:
     def orders_for(self, num_chunks: int) -> tuple[tuple[int, ...], ...]:
         """By chunk, the dimensions as its reduce-scatter crosses them."""
         if self.rates:
-            return _by_themis(self.sizes, self.rates, num_chunks)[0]
+            return _by_themis(self.sizes, self.rates, self.loads, num_chunks)[0]
         orders = self.orders or (tuple(range(len(self.sizes))),)
         return tuple(orders[chunk % len(orders)] for chunk in range(num_chunks))
 
@@ -83,7 +86,7 @@ class Grid:
         depth = len(self.sizes)
         if not self.rates:
             return tuple((chunk, stage) for stage in range(depth) for chunk in range(num_chunks))
-        served = _by_themis(self.sizes, self.rates, num_chunks)[1]
+        served = _by_themis(self.sizes, self.rates, self.loads, num_chunks)[1]
         if not is_gather:
             return served
         return tuple((chunk, depth - 1 - stage) for chunk, stage in reversed(served))
@@ -154,9 +157,9 @@ class _Wire:
         return _Wire(self.num_ranks, self.rate, self.transfer_s(1.0))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)  # each bucket has loads of its own
 def _by_themis(
-    sizes: tuple[int, ...], rates: tuple[float, ...], num_chunks: int
+    sizes: tuple[int, ...], rates: tuple[float, ...], loads: tuple[float, ...], num_chunks: int
 ) -> tuple[tuple[tuple[int, ...], ...], Line]:
     """Of a reduce-scatter: the order of each chunk, and its stages in the order of service.
 
@@ -164,25 +167,71 @@ def _by_themis(
     of one dimension would let another one idle.
     """
     wires = [_Wire(size, rate) for size, rate in zip(sizes, rates, strict=True)]
-    chunks = schedule(wires, float(num_chunks), is_even=True, num_chunks=num_chunks)
+    loads_s = [load * num_chunks for load in loads]
+    chunks = schedule(
+        wires, float(num_chunks), is_even=True, num_chunks=num_chunks, loads_s=loads_s
+    )
     reduces = [chunk[: len(sizes)] for chunk in chunks]
     _, served = play([wire.with_slack for wire in wires], reduces, is_smallest_first=True)
     return tuple(tuple(one.dimension for one in chunk) for chunk in reduces), tuple(served)
 
 
-def parts_entering(sizes: Sequence[int], rates: Sequence[float] = ()) -> list[float]:
-    """Of a large buffer, what enters each dimension of ``sizes``: all of it enters the inner one,
-    of which a P-th is left for the next; with ``rates`` as Themis shares it out.
+Buffers = Sequence[tuple[Cuts, int]]
+"""In the order in which they travel: where each is cut, and the bytes of an element on the wire."""
+
+
+def carried(grid: Grid, buffers: Buffers) -> list[Grid]:
+    """``grid`` for each of ``buffers``, with the loads that the ones before it leave.
+
+    So buffers even out one another, where each has too few chunks to do so by itself. What they
+    leave follows from sizes alone, never from timing: all ranks find the same, in every step.
+    Without rates all are ``grid``.
+    """
+    found, loads = list[Grid](), [0.0] * len(grid.sizes)
+    for cuts, element_size in buffers:
+        nbytes = cuts.total * element_size
+        if not grid.rates or not nbytes:
+            found.append(grid)
+            continue
+        own = replace(grid, loads=tuple(load / nbytes for load in loads))
+        parts = _parts(own, num_chunks(cuts, element_size))
+        for number, part in enumerate(parts):
+            wire = _Wire(grid.sizes[number], grid.rates[number])
+            loads[number] += 2 * wire.transfer_s(part * nbytes)
+        loads = [load - min(loads) for load in loads]
+        found.append(own)
+    return found
+
+
+def parts_entering(
+    sizes: Sequence[int], rates: Sequence[float] = (), buffers: Buffers = ()
+) -> list[float]:
+    """Of ``buffers`` together, what enters each dimension of ``sizes``: all of it enters the inner
+    one, of which a P-th is left for the next; with ``rates`` as Themis shares it out. Of a large
+    one if there are none.
     """
     if not rates:
         return [1 / math.prod(sizes[:number]) for number in range(len(sizes))]
+    grid = Grid(tuple(sizes), tuple(range(math.prod(sizes))), rates=tuple(rates))
+    total = sum(cuts.total * element_size for cuts, element_size in buffers)
+    if not total:
+        return _parts(grid, _MOST)
     found = [0.0] * len(sizes)
-    orders = _by_themis(tuple(sizes), tuple(rates), _MOST)[0]
-    for order in orders:
-        left = 1 / len(orders)
+    for (cuts, element_size), own in zip(buffers, carried(grid, buffers), strict=True):
+        share = cuts.total * element_size / total
+        for number, part in enumerate(_parts(own, num_chunks(cuts, element_size))):
+            found[number] += share * part
+    return found
+
+
+def _parts(grid: Grid, num_chunks: int) -> list[float]:
+    """Of one buffer."""
+    found = [0.0] * len(grid.sizes)
+    for order in grid.orders_for(num_chunks):
+        left = 1 / num_chunks
         for dimension in order:
             found[dimension] += left
-            left /= sizes[dimension]
+            left /= grid.sizes[dimension]
     return found
 
 
@@ -209,9 +258,13 @@ class GridStage:
     kept: tuple[int, ...]
 
 
-@lru_cache(maxsize=256)
 def stages_of(grid: Grid, rank: int, order: tuple[int, ...]) -> tuple[GridStage, ...]:
     """The stages of ``rank`` in a reduce-scatter that crosses dimensions in ``order``."""
+    return _stages_of(Grid(grid.sizes, grid.order), rank, order)
+
+
+@lru_cache(maxsize=256)
+def _stages_of(grid: Grid, rank: int, order: tuple[int, ...]) -> tuple[GridStage, ...]:
     place, open_places = grid.order.index(rank), list(range(grid.num_ranks))
     found = []
     for dimension in order:

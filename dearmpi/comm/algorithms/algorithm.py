@@ -99,12 +99,13 @@ class MessagePassing(ABC):
     """What a library offers on one communicator: what algorithms are made of.
 
     hosts: the name of each rank's host. scheduler: of all communicators of this rank, which share
-    its wires. scratch: memory for operations under way on this communicator.
+    its wires. inside: of this communicator's messages within a host, which are on no wire.
+    scratch: memory for operations under way on this communicator.
     """
 
     def __init__(self, *, rank: int, hosts: tuple[str, ...], scheduler: SendScheduler) -> None:
         self.rank, self.size, self.hosts = rank, len(hosts), hosts
-        self.scheduler, self.scratch = scheduler, Scratch()
+        self.scheduler, self.inside, self.scratch = scheduler, SendScheduler(), Scratch()
         self._num_tags = 0
         self._reserved: int | None = None
 

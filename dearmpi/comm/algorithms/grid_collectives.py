@@ -331,18 +331,18 @@ class GridAlgorithm:
     """Both operations on one communicator and one grid.
 
     Dimensions that cross hosts share the scheduler of the rank's wire; with rates each has a wire
-    of its own. The others have one of their own.
+    of its own. The others have one that all grids of the communicator share.
     """
 
     def __init__(self, transport: MessagePassing, grid: Grid) -> None:
         self._transport, self._grid = transport, grid
         crosses = [grid.crosses_hosts(d, transport.hosts) for d in range(len(grid.sizes))]
-        inside, wires = SendScheduler(), [transport.scheduler] * len(crosses)
+        wires = [transport.scheduler] * len(crosses)
         if grid.rates:
             first = crosses.index(True) if any(crosses) else 0
             wires[first + 1 :] = map(transport.scheduler.beside, range(first + 1, len(crosses)))
         pairs = zip(crosses, wires, strict=True)
-        self._schedulers = [wire if outer else inside for outer, wire in pairs]
+        self._schedulers = [wire if outer else transport.inside for outer, wire in pairs]
 
     def start_reduce_scatter(self, buffer: Buffer, cuts: Cuts, *, carrier: Buffer) -> Request:
         """As in ``Algorithm``; takes scratch memory for what is to come in open stages."""

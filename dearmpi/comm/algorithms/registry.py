@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import ClassVar, get_args
 
@@ -15,7 +15,13 @@ from dearmpi.comm.algorithms.algorithm import Algorithm, MessagePassing
 from dearmpi.comm.algorithms.exchange import ExchangeAlgorithm, RotatedExchange
 from dearmpi.comm.algorithms.grid_collectives import GridAlgorithm, choose_grid
 from dearmpi.comm.algorithms.ring import RingAlgorithm, RingContext, contexts_on
-from dearmpi.comm.algorithms.scratch import Scratch, ScratchRequest, carrier_of, copy
+from dearmpi.comm.algorithms.scratch import (
+    Scratch,
+    ScratchRequest,
+    carrier_of,
+    copy,
+    sent_size,
+)
 from dearmpi.comm.api.collectives import (
     Buffer,
     Collectives,
@@ -27,7 +33,7 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World, Wrap, unchanged
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts
-from dearmpi.grid import Grid, GridGain
+from dearmpi.grid import Buffers, Grid, GridGain, carried
 
 
 class NativeAlgorithm:
@@ -93,6 +99,13 @@ class CollectiveAlgorithms:
     def can_reduce(self) -> bool:
         """False where the library would have to add half precision."""
         return self.wire_dtype is None or not ALGORITHMS[self.reduce_scatter].library_adds
+
+    def carrying(self, buffers: Buffers) -> list[CollectiveAlgorithms]:
+        """These for each of ``buffers``, whose elements are as large as in memory."""
+        if self.grid is None:
+            return [self] * len(buffers)
+        sent = [(cuts, sent_size(size, self.wire_dtype)) for cuts, size in buffers]
+        return [replace(self, grid=grid) for grid in carried(self.grid, sent)]
 
     def start_reduce_scatter(
         self, buffer: Buffer, collectives: Collectives, cuts: Cuts | None = None

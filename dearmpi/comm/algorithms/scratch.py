@@ -22,9 +22,15 @@ def carrier_of(buffer: Buffer, wire_dtype: WireDtype | None) -> Any:
 
     ``buffer`` itself if it travels as it is: without ``wire_dtype``, or if it is no wider.
     """
-    if wire_dtype is None or buffer.element_size() <= _HALF_BYTES:
+    if sent_size(buffer.element_size(), wire_dtype) == buffer.element_size():
         return buffer
+    assert wire_dtype is not None, "all others travel as they are"
     return getattr(buffer.new_empty(0), _CASTS[wire_dtype])()
+
+
+def sent_size(element_size: int, wire_dtype: WireDtype | None) -> int:
+    """Bytes of an element on the wire; ``element_size``: in memory."""
+    return element_size if wire_dtype is None else min(element_size, _HALF_BYTES)
 
 
 def copy(source: Any, *, into: Any) -> None:

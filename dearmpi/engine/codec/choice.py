@@ -74,11 +74,26 @@ class Codecs:
 
 
 def choose_codecs(
-    buckets: Sequence[BucketRuntime], algorithms: CollectiveAlgorithms, config: EngineConfig
+    buckets: Sequence[BucketRuntime],
+    algorithms: CollectiveAlgorithms,
+    config: EngineConfig,
+    *,
+    order: Sequence[int] = (),
 ) -> Codecs:
-    """Codecs by the settings; what is of half precision already travels as it is."""
+    """Codecs by the settings; what is of half precision already travels as it is.
+
+    order: in which buckets are reduced. On a grid with rates those that travel whole are carried so
+    that all of them together even out its dimensions.
+    """
     quantizer, sparse = quantizer_of(config.compress), sparse_reduces(algorithms, config)
-    pairs = [_choose(bucket, algorithms, config, quantizer, sparse) for bucket in buckets]
+    whole = [buckets[index] for index in order if not buckets[index].is_compressed(config)]
+    trained_whole = [bucket for bucket in whole if bucket.spec.trained]
+    sent = [(one.spec.cuts, one.spec.itemsize) for one in trained_whole]
+    ways = dict(zip(trained_whole, algorithms.carrying(sent), strict=True))
+    pairs = [
+        _choose(bucket, ways.get(bucket, algorithms), config, quantizer, sparse)
+        for bucket in buckets
+    ]
     trained = tuple(bucket for bucket in buckets if bucket.spec.trained)
     reduce, gather = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
     return Codecs(reduce, gather, algorithms, trained)

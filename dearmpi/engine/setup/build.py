@@ -130,7 +130,8 @@ def _build(spec: EngineSpec) -> BuiltEngine:
         spans=context.spans,
         check_every=every,
     )
-    codecs = choose_codecs(buckets, algorithms, config)
+    order = spec.conduct.schedule.reduce_scatters
+    codecs = choose_codecs(buckets, algorithms, config, order=order)
     engine = Engine(state, updates, codecs, optimizer)
     hooks = ModelHooks(context.model, engine)
     return BuiltEngine(spec, engine, OptimizerState(optimizer, spec.names, updates), hooks)

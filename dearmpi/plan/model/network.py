@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dearmpi.config import CommDtype
 from dearmpi.errors import ConfigError
-from dearmpi.grid import grid_text, parts_entering
+from dearmpi.grid import Buffers, grid_text, parts_entering
 from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.model.codec_cost import CodecCost
 from dearmpi.plan.model.cost import (
@@ -51,11 +51,14 @@ class Levels:
     costs: tuple[Costs, ...]
     hidden: float = 1.0
 
-    def at(self, sizes: Sequence[int], rates: Sequence[float] = ()) -> tuple[LinkModel, LinkModel]:
+    def at(
+        self, sizes: Sequence[int], rates: Sequence[float] = (), buffers: Buffers = ()
+    ) -> tuple[LinkModel, LinkModel]:
         """A reduce-scatter and an all-gather of all ranks, ``sizes`` of which meet in dimensions.
 
-        rates: as in ``Grid``, where chunks cross them in the orders of Themis. Raises ConfigError
-        for another number of dimensions.
+        rates: as in ``Grid``, where chunks cross them in the orders of Themis. buffers: that travel
+        in turn, of which the mean counts; a large one if there are none. Raises ConfigError for
+        another number of dimensions.
         """
         if len(sizes) != len(self.costs):
             raise ConfigError(
@@ -66,7 +69,7 @@ class Levels:
         costs = [one.at(size) for one, size in zip(self.costs, sizes, strict=True)]
         reduces = [one.reduce_scatter for one in costs]
         gathers = [one.all_gather for one in costs]
-        parts = parts_entering(sizes, rates)
+        parts = parts_entering(sizes, rates, buffers)
         return self._pipelined(reduces, parts), self._pipelined(gathers, parts)
 
     def wire_s(
@@ -126,12 +129,14 @@ class Network:
             all_gather=one_after_another(within, between.all_gather),
         )
 
-    def grouped_at(self, world_size: int) -> Costs:
-        """The same for DeAR, which goes by the dimensions of ``sizes`` if there are any."""
+    def grouped_at(self, world_size: int, buffers: Buffers = ()) -> Costs:
+        """The same for DeAR, which goes by the dimensions of ``sizes`` if there are any. buffers:
+        as in ``Levels.at``.
+        """
         costs = self.at(world_size)
         if not self.sizes or world_size == 1:
             return costs
-        reduce_scatter, all_gather = self._levels.at(self.sizes, self.rates)
+        reduce_scatter, all_gather = self._levels.at(self.sizes, self.rates, buffers)
         return replace(costs, reduce_scatter=reduce_scatter, all_gather=all_gather)
 
     @property

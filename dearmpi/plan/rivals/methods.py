@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dearmpi.config import MIB, EngineConfig, known_names
+from dearmpi.cuts import Cuts
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout, fuse_by_cap
 from dearmpi.plan.data.schedule import AllGather, Conduct, Launch, Schedule, Wait, dear
@@ -47,6 +48,12 @@ class SimulationSetup:
     conduct: Conduct
     costs: Costs
     not_before_s: tuple[float, ...] | None = None
+
+    @property
+    def buffers(self) -> list[tuple[Cuts, int]]:
+        """What is reduced, in order: where it is cut, and bytes of an element in memory."""
+        buckets = [self.layout.buckets[index] for index in self.conduct.schedule.reduce_scatters]
+        return [(bucket.cuts, bucket.itemsize) for bucket in buckets if bucket.trained]
 
     def run(self) -> Timeline:
         """The steady iteration."""

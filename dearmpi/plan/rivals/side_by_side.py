@@ -128,6 +128,8 @@ def compare(
     rows = []
     for method in methods:
         setup = method.prepare(profile, grouped if method.is_dear else costs)
+        if method.is_dear and network.rates:  # shared out as these very buckets are
+            setup = replace(setup, costs=network.grouped_at(world_size, setup.buffers))
         num_buckets = sum(bucket.trained for bucket in setup.layout)  # frozen ones do not travel
         rows.append(MethodRow(method, num_buckets, setup.run()))
     return Comparison(profile, network, world_size, tuple(rows), wire_s)

@@ -20,7 +20,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.cuts import Cuts, even_cuts
 from dearmpi.errors import ConfigError
-from dearmpi.grid import Grid, num_chunks, piece, stages_of
+from dearmpi.grid import Grid, carried, num_chunks, piece, stages_of
 from tests.codes import raises
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
@@ -132,13 +132,12 @@ def _try(grid: Grid, hosts: tuple[str, ...], chance: random.Random) -> None:
     rows = [torch.randn(size, cuts.total, dtype=torch.float64) for cuts in all_cuts]
     reduced, gathered = ([list(one.clone()) for one in rows] for _ in range(2))
     started: list[Request] = []
+    grids = carried(grid, [(cuts, 8) for cuts in all_cuts])
     for rank in range(size):
         scheduler = SendScheduler()
-        reduce, gather = (
-            GridAlgorithm(Ends(wires, rank, hosts, scheduler, tag), grid) for tag in (0, 100)
-        )
-        for cuts, sums, shards in zip(all_cuts, reduced, gathered, strict=True):
-            carrier = sums[rank]
+        ends = [Ends(wires, rank, hosts, scheduler, tag) for tag in (0, 100)]
+        for carrying, cuts, sums, shards in zip(grids, all_cuts, reduced, gathered, strict=True):
+            carrier, (reduce, gather) = sums[rank], (GridAlgorithm(one, carrying) for one in ends)
             started.append(reduce.start_reduce_scatter(sums[rank], cuts, carrier=carrier))
             started.append(gather.start_all_gather(shards[rank], cuts))
     run(wires, started, chance)

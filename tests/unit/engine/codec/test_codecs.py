@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,15 @@ from torch import nn
 
 from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-from dearmpi.comm.api.collectives import Chain, Collectives, Request
+from dearmpi.comm.api.collectives import Chain, Collectives, Completed, Request
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
 from dearmpi.engine.codec.choice import Codecs, choose_codecs
 from dearmpi.engine.codec.codec import Codec, DenseReduce
 from dearmpi.engine.setup import build
-from dearmpi.plan.data.layout import build_layout, spec_of
+from dearmpi.grid import Grid
+from dearmpi.plan.data.layout import ParamSpec, build_layout, spec_of
 from tests.fakes.ranks import run_ranks
 
 SIZE = 4
@@ -55,6 +57,48 @@ def test_a_rank_sends_all_shards_but_one(
         assert not codec.owes
 
 
+class Noted:
+    """Notes by what each operation goes."""
+
+    def __init__(self) -> None:
+        self.ways: list[Any] = []
+
+    def start_reduce_scatter(self, buffer: Any, algorithm: Any, **how: Any) -> Request:
+        self.ways.append(algorithm)
+        return Completed()
+
+    start_all_gather = start_reduce_scatter
+
+
+def test_buckets_even_out_a_grid_in_the_order_of_their_launch() -> None:
+    """One chunk each; what is frozen does not travel."""
+    specs = [ParamSpec(str(index), (160,)) for index in range(5)]
+    specs[2] = replace(specs[2], trained=False)
+    layout = build_layout([[spec] for spec in specs], 4)
+    gradients, parameters = Arena(layout), Arena(layout, zeroed=False)
+    buckets = [
+        BucketRuntime(
+            bucket,
+            [nn.Parameter(torch.zeros(160), requires_grad=bucket.trained)],
+            rank=0,
+            gradients=gradients,
+            parameters=parameters,
+        )
+        for bucket in layout
+    ]
+    grid = Grid((2, 2), (0, 1, 2, 3), rates=(1.0, 1.0))
+    algorithms = CollectiveAlgorithms("ring", grid=grid)
+    order: tuple[int, ...] = (4, 1, 2, 3, 0)
+    noted: Any = Noted()
+    codecs = choose_codecs(buckets, algorithms, EngineConfig(), order=order)
+    for index in order:
+        for codec in (codecs.reduce[index], codecs.gather[index]):
+            codec.start(buckets[index], noted, 0)
+    taken = [way.orders_for(1)[0] for way in noted.ways]
+    assert taken[::2] == taken[1::2] == [(0, 1), (1, 0), (0, 1), (0, 1), (1, 0)]
+    assert codecs.algorithms.grid == grid
+
+
 class Rounded(DenseReduce):
     """Sends multiples of 1/4, and the rest in later steps."""
 
@@ -83,7 +127,11 @@ def test_a_codec_of_ones_own_carries_the_gradients(monkeypatch: pytest.MonkeyPat
     made: list[Rounded] = []
 
     def choose(
-        buckets: Sequence[BucketRuntime], algorithms: CollectiveAlgorithms, config: Any
+        buckets: Sequence[BucketRuntime],
+        algorithms: CollectiveAlgorithms,
+        config: Any,
+        *,
+        order: Sequence[int],
     ) -> Codecs:
         dense = choose_codecs(buckets, algorithms, config)
         own = [Rounded(bucket, algorithms) for bucket in buckets]
