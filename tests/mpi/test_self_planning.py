@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -226,22 +227,10 @@ def test_inside_join_a_job_does_not_plan(world: World) -> None:
     side.close()
 
 
-def test_a_job_chooses_what_travels(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a link so slow that bytes are all that counts; buckets that are compressed."""
-    measure = self_planning.JobMeasurement.measure
-
-    def on_a_slow_link(self: self_planning.JobMeasurement, **given: Any) -> Any:
-        profile, costs = measure(self, **given)
-        link = LinkModel(1e-6, 1e-6)
-        return profile, replace(costs, reduce_scatter=link, all_gather=link)
-
-    monkeypatch.setattr(self_planning.JobMeasurement, "measure", on_a_slow_link)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 1))
-    inner = torch.optim.Adam(model.parameters(), lr=1e-3)
-    optimizer = DistributedOptimizer(inner, model, world=world, compress="auto", check_every=1)
+def learn(model: nn.Module, optimizer: DistributedOptimizer, *, steps: int) -> list[float]:
+    """Steps on two batches in turn; the losses."""
     losses = []
-    for step in range(16):
+    for step in range(steps):
         data = torch.randn(8, 256, generator=torch.Generator().manual_seed(step % 2))
         loss = (model(data)[:, 0] - data[:, 0]).square().mean()
         losses.append(loss.item())
@@ -249,6 +238,69 @@ def test_a_job_chooses_what_travels(world: World, monkeypatch: pytest.MonkeyPatc
         loss.backward()
         optimizer.step()
     optimizer.synchronize()
+    return losses
+
+
+def wide() -> nn.Sequential:
+    """Layers whose buckets are large enough to be compressed."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256), nn.Tanh(), nn.Linear(256, 1)
+    )
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LinkModel]]:
+    """What jobs take their link for: at first one so slow that bytes are all that counts."""
+    measure, links = self_planning.JobMeasurement.measure, [LinkModel(1e-6, 1e-6)]
+
+    def on_that_link(self: self_planning.JobMeasurement, **given: Any) -> Any:
+        profile, costs = measure(self, **given)
+        return profile, replace(costs, reduce_scatter=links[0], all_gather=links[0])
+
+    monkeypatch.setattr(self_planning.JobMeasurement, "measure", on_that_link)
+    yield links
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_job_chooses_what_travels_and_then_plans_for_it(
+    is_slow: bool, world: World, link: list[LinkModel]
+) -> None:
+    """The plan counts what was taken; state and replicas outlive both new layouts."""
+    if not is_slow:
+        link[0] = LinkModel(1e-7, 1e-15)
+    model = wide()
+    inner = torch.optim.Adam(model.parameters(), lr=1e-3)
+    settings: dict[str, Any] = {"compress": "auto", "plan": "auto", "check_every": 1}
+    optimizer = DistributedOptimizer(inner, model, world=world, **settings)
+    losses, seen = list[float](), list[tuple[bool, bool, bool]]()
+    while optimizer.is_choosing or optimizer.is_planning:
+        losses += learn(model, optimizer, steps=1)
+        seen.append((optimizer.is_choosing, optimizer.is_planning, optimizer.plan is None))
+        assert len(seen) < 10 + MOST_STEPS
+    phases = list(dict.fromkeys(seen))
+    assert phases == [(True, True, True), (False, True, True), (False, False, False)]
+    losses += learn(model, optimizer, steps=12)
+    plan, traffic = optimizer.plan, optimizer.traffic
+    taken = "int4" if is_slow else "none"
+    assert plan is not None and optimizer.config.compress == taken
+    assert plan.buckets == tuple(bucket.names for bucket in optimizer.layout)
+    assert (traffic.reduced + traffic.gathered < 0.3 * traffic.dense) == is_slow
+    assert losses[-1] < 0.5 * losses[0]
+    told = optimizer.codec_choice + plan.to_json()
+    assert len(set(world.all_gather_text(told))) == 1
+    state = optimizer.state_dict()
+    assert all(int(entries["step"]) == len(losses) for entries in state["state"].values())
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("link")
+def test_a_job_chooses_what_travels(world: World) -> None:
+    """Buckets that are compressed."""
+    model = wide()
+    inner = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = DistributedOptimizer(inner, model, world=world, compress="auto", check_every=1)
+    losses = learn(model, optimizer, steps=16)
     traffic, line = optimizer.traffic, optimizer.codec_choice
     assert optimizer.config.compress == "int4" and "int4" in line
     assert traffic.reduced + traffic.gathered < 0.2 * traffic.dense

@@ -246,6 +246,47 @@ def test_rounding_waits_and_nothing_is_lost() -> None:
         torch.testing.assert_close(done, -mean, rtol=1e-6, atol=1e-12)
 
 
+def test_a_run_resumed_on_other_ranks_loses_nothing() -> None:
+    """Of what four ranks have rounded, two have the mean, and then four."""
+
+    def going_on(size: int, steps: range, start: Any = None) -> Any:
+        def rank(world: World) -> Any:
+            model = nn.Linear(BLOCK, ROWS, bias=False)
+            nn.init.zeros_(model.weight)
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizer = DistributedOptimizer(inner, model, world=world, compress="sketch")
+            if start is not None:
+                model.load_state_dict(start[0])
+                optimizer.load_state_dict(copy.deepcopy(start[1]))
+            for step in steps:
+                optimizer.zero_grad()
+                (model.weight * small(step, world.rank)).sum().backward()
+                optimizer.step()
+            found = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            optimizer.close()
+            return found
+
+        return run_ranks(size, rank)[0]
+
+    def small(step: int, rank: int) -> Tensor:
+        exponents = -25.0 * (torch.arange(ROWS)[:, None] % 2)
+        return gradient_of(step, rank) * torch.exp2(exponents)
+
+    saved, expected, first = None, torch.zeros(ROWS, BLOCK, dtype=torch.float64), 0
+    owing: list[bool] = []
+    for size in (4, 2, 4):
+        steps = range(first, first + 4)
+        saved, first = going_on(size, steps, saved), first + 4
+        for step in steps:
+            expected += sum(small(step, rank).double() for rank in range(size)) / size
+        entries = saved[1]["state"].get(0, {})
+        owed = entries.get("owed", torch.zeros(ROWS, BLOCK)).double()
+        owing.append(bool(owed.any()))
+        done = owed - saved[0]["weight"].double()
+        torch.testing.assert_close(done, expected, rtol=1e-6, atol=1e-12)
+    assert owing[0] and owing[1]
+
+
 @pytest.mark.parametrize("why", ["no decoding", "more blocks", "larger numbers", "nan"])
 def test_where_a_sketch_fails_the_bucket_travels_whole(
     why: str, monkeypatch: pytest.MonkeyPatch
