@@ -177,9 +177,7 @@ def docstrings(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
-                if not re.search(
-                    r"\A\s|[\b├]", paragraph
-                ):  # \b: click leaves its lines as they are
+                if not re.search(r"\A\s|[\b├]", paragraph):  # click keeps the lines behind a \b
                     yield paragraph.replace("``", "`")
 
 

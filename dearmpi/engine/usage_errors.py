@@ -34,9 +34,9 @@ read_before_step = Misuse(
 # A gradient of values that may be a step old, or of an older graph that saved no parameter.
 computed_unread = Misuse(
     "a gradient of parameter {name} has come, but nothing has read {name} through the model since "
-    "the last step, so that the forward may have used values of before it. This happens with what "
-    "torch.jit, torch.fx or torch.export made of the model, another module with the same "
-    "parameter, parameters kept from before the loop, or a graph from before the step. Call "
+    "the last step. The forward may have used values of before it. This happens with what "
+    "torch.jit, torch.fx or torch.export made of the model, or with another module with the same "
+    "parameter. It also happens with parameters or a graph kept from before the step. Call "
     "optimizer.synchronize() after step(), or read the parameter as an attribute of its module",
     code="read-of-stale-parameter",
 )
@@ -105,8 +105,8 @@ kept_in_shards = Misuse(
 # It comes too late for the updates.
 second_backprop = Misuse(
     "a second backprop began before step(), but eager=True promises a step after each; use "
-    "no_sync() for all but the last, or eager=False (if it is one backward, a layer is shared "
-    "by several reentrant checkpoints, each a backprop of its own: use_reentrant=False)",
+    "no_sync() for all but the last, or eager=False. If it is one backward, a layer is shared "
+    "by several reentrant checkpoints, each a backprop of its own: use_reentrant=False",
     code="eager-forbids",
 )
 

@@ -254,9 +254,9 @@ class LocalSaving(Readings):
             )
         if is_dense and has_own_state:
             raise CheckpointError(
-                f"the state is of step {num_steps} and of ranks that trained alone, each with an "
-                f"inner optimizer's state of its own, but sync_after "
-                f"is {self.sync_after} here; give sync_after={num_steps} or fewer",
+                f"the state is of step {num_steps} and of ranks that trained alone, each with its "
+                f"own inner optimizer, but sync_after is {self.sync_after} here; give "
+                f"sync_after={num_steps} or fewer",
                 code="state-of-other-model",
             )
 

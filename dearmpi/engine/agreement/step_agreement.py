@@ -157,8 +157,8 @@ class StepAgreement:
                     f"the learning rate of param group {index} is {_rate(self._options[index]):g} "
                     f"on this rank, and from about {_from_number(low):.4g} to "
                     f"{_from_number(high):.4g} over all; let every rank's scheduler see the same, "
-                    "such as the mean over ranks of a loss, and step equally often, by a count "
-                    "that all share where join() gives ranks unequal numbers of batches",
+                    "such as the mean over ranks of a loss. Where join() gives ranks unequal "
+                    "numbers of batches, have it step equally often, by a count that all share",
                     code="ranks-differ-in-options",
                 )
 

@@ -281,7 +281,7 @@ def _check_state_by_elements(
             kept, fits = type(value).__name__, isinstance(value, _SCALARS)
         if not fits:
             raise ConfigError(
-                f"{type(optimizer).__name__} keeps {key!r} in its state as a {kept}, but a shard's "
+                f"{type(optimizer).__name__} keeps {key!r} in its state as a {kept}. A shard's "
                 "state is cut up, sent and saved as tensors with a value for each element and "
                 "single numbers; use shards='whole' or gather='gradients', which leave it whole",
                 code="optimizer-needs-whole-tensors",

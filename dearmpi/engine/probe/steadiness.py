@@ -168,10 +168,10 @@ def require_steady(optimizer: Optimizer) -> None:
         if key := _adapted_option(optimizer, seen):
             raise ConfigError(
                 f"{name} changes {key!r} of its param groups by what it finds in the parameters, "
-                "gradients or state of all buckets together, but each bucket is updated by "
-                "itself, and would find another; train it on one rank, or on several use an "
-                "optimizer that keeps what it finds in the state of each parameter, or counts "
-                "steps alone in its groups, such as AdamW or schedulefree.AdamWScheduleFree",
+                "gradients or state of all buckets together. Each bucket is updated by itself, "
+                "and would find another; train it on one rank. On several use AdamW, which keeps "
+                "what it finds in each parameter's state, or schedulefree.AdamWScheduleFree, "
+                "which counts only steps in its groups",
                 code="optimizer-couples-buckets",
             )
         for later in seen.own[1:]:  # the first step may find out something, once for all

@@ -126,7 +126,7 @@ def check_private(params: Mapping[nn.Parameter, str]) -> None:
         if param.device.type == "cpu" and param.is_shared():
             raise ConfigError(
                 f"parameter {name} is in memory that is shared with other processes "
-                "(share_memory()) or mapped from a file, which would no longer see it, as it moves "
+                "(share_memory()) or mapped from a file. They would no longer see it, as it moves "
                 "into a bucket; use gather='gradients', which leaves parameters where they are, or "
                 "give the model memory of its own (param.data = param.data.clone())",
                 code="parameters-share-memory",
