@@ -12,6 +12,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,23 @@ def _listed(names: frozenset[str]) -> str:
 def test_imports_point_one_way() -> None:
     violations = find_violations(ROOT)
     assert not violations, "\n".join(violations)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    files = {_module_of(path): path for path in (ROOT / PACKAGE).rglob("*.py")}
+    below: dict[str, set[str]] = {}
+    for module, path in files.items():
+        imports = Imports(module, is_package=path.name == "__init__.py")
+        imports.visit(ast.parse(path.read_text()))
+        names = (name for _, name, types_only in imports.found if not types_only)
+        found = {name if name in files else name.rpartition(".")[0] for name in names}
+        below[module] = found & files.keys() - {module}
+    assert len(list(TopologicalSorter(below).static_order())) == len(files)
+
+
+def _module_of(path: Path) -> str:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return module.removesuffix(".__init__")
 
 
 def test_files_of_the_engine_import_few_of_the_package_and_their_constructors_take_few() -> None:
