@@ -424,35 +424,7 @@ class EngineConfig:
         return self.topology if self.topology.endswith(".json") else None
 
     def _check_compress(self) -> None:
-        if self.density is not None and not self.is_sparse:
-            raise ConfigError(
-                f"density is {self.density}, but compress is {self.compress!r}, which sends all "
-                f"elements; leave density out, or take one of {', '.join(SPARSE)}",
-                code="setting-without-effect",
-            )
-        if self.error_feedback is not None and not self.is_sparse:
-            raise ConfigError(
-                f"error_feedback is {self.error_feedback!r}, but compress is {self.compress!r}, "
-                "which sends all elements; leave error_feedback out, or take one of "
-                f"{', '.join(SPARSE)}",
-                code="setting-without-effect",
-            )
-        for name, chosen in (("scope", self.scope), ("coordinates", self.coordinates)):
-            if chosen is not None and not self.is_sparse:
-                raise ConfigError(
-                    f"{name} is {chosen!r}, but compress is {self.compress!r}, which chooses no "
-                    f"elements; leave {name} out, or take one of {', '.join(SPARSE)}",
-                    code="setting-without-effect",
-                )
-        is_topk = self.compress == "topk" and self.sent_coordinates == "own"
-        if self.scope == "model" and not is_topk:
-            raise ConfigError(
-                f"scope is 'model', but compress is {self.compress!r} with coordinates "
-                f"{self.sent_coordinates!r}; the largest elements of a whole model are those of "
-                "each rank's own: take compress 'topk' and leave coordinates out, or leave scope "
-                "out",
-                code="settings-contradict",
-            )
+        self._check_sparse()
         if self.compress_after < 0:
             raise ConfigError(
                 f"compress_after is {self.compress_after}; it is a number of steps, 0 or more",
@@ -464,17 +436,6 @@ class EngineConfig:
                 f"compress_after is {self.compress_after}, but compress is {self.compress!r}, "
                 f"which {why}; leave compress_after out, or take compress 'int8'",
                 code="setting-without-effect",
-            )
-        if self.density is not None and not 0 < self.density <= 1:
-            raise ConfigError(
-                f"density is {self.density}; it is a part of all elements, above 0 and at most 1",
-                code="out-of-range",
-            )
-        if (self.is_sparse or self.compress == "sketch") and self.gather == "gradients":
-            raise ConfigError(
-                f"compress is {self.compress!r}, but gather is 'gradients'; what a rank has not "
-                "sent has its place beside sharded parameters: take gather 'parameters'",
-                code="settings-contradict",
             )
         self._check_powersgd()
         if self.compress == "none":
@@ -490,6 +451,36 @@ class EngineConfig:
                     f"what is compressed; leave {cure}",
                     code="settings-contradict",
                 )
+
+    def _check_sparse(self) -> None:
+        for name in ("density", "error_feedback", "scope", "coordinates"):
+            chosen = getattr(self, name)
+            if chosen is not None and not self.is_sparse:
+                raise ConfigError(
+                    f"{name} is {chosen!r}, but compress is {self.compress!r}, which sends all "
+                    f"elements; leave {name} out, or take one of {', '.join(SPARSE)}",
+                    code="setting-without-effect",
+                )
+        is_topk = self.compress == "topk" and self.sent_coordinates == "own"
+        if self.scope == "model" and not is_topk:
+            raise ConfigError(
+                f"scope is 'model', but compress is {self.compress!r} with coordinates "
+                f"{self.sent_coordinates!r}; the largest elements of a whole model are those of "
+                "each rank's own: take compress 'topk' and leave coordinates out, or leave scope "
+                "out",
+                code="settings-contradict",
+            )
+        if self.density is not None and not 0 < self.density <= 1:
+            raise ConfigError(
+                f"density is {self.density}; it is a part of all elements, above 0 and at most 1",
+                code="out-of-range",
+            )
+        if (self.is_sparse or self.compress == "sketch") and self.gather == "gradients":
+            raise ConfigError(
+                f"compress is {self.compress!r}, but gather is 'gradients'; what a rank has not "
+                "sent has its place beside sharded parameters: take gather 'parameters'",
+                code="settings-contradict",
+            )
 
     def _check_powersgd(self) -> None:
         if self.powersgd_rank is not None and self.compress != "powersgd":
