@@ -169,9 +169,9 @@ def require_steady(optimizer: Optimizer) -> None:
             raise ConfigError(
                 f"{name} changes {key!r} of its param groups by what it finds in the parameters, "
                 "gradients or state of all buckets together. Each bucket is updated by itself, "
-                "and would find another; train it on one rank. On several use AdamW, which keeps "
-                "what it finds in each parameter's state, or schedulefree.AdamWScheduleFree, "
-                "which counts only steps in its groups",
+                "and would find another; train it on one rank, or use AdamW or "
+                "schedulefree.AdamWScheduleFree: they keep what they find in each parameter's "
+                "state, and count only steps in their groups",
                 code="optimizer-couples-buckets",
             )
         for later in seen.own[1:]:  # the first step may find out something, once for all
