@@ -146,12 +146,13 @@ class EngineConfig:
         ``2x2@0,2,1,3`` numbers the ranks anew. ``2x4/10x5`` gives what a rank sends in each
         dimension over a wire of its own: chunks then cross dimensions in the orders that even out
         their loads over all buckets of a backprop (Themis, arXiv 2110.04478). A ``.json`` file
-        names the hosts of each rack: ``{"racks": {"left": ["n0", "n1"], "right": ["n2", "n3"]}}``;
-        one of ``dear-train calibrate --topology`` has a measured grid, which is taken where it
-        predicts a gain of 3 % or more. The sums differ from those of ``flat`` in the last bits.
-        Where hosts have different numbers of ranks, or one each, ``hosts`` is ``flat``, and so is a
-        file where hosts or racks differ. ``auto`` measures ``hosts`` at start, and takes it where
-        it is faster by 3 % or more.
+        names the hosts of each rack: ``{"racks": {"left": ["n0", "n1"], "right": ["n2", "n3"]}}``,
+        and perhaps ``"rates"`` of ranks of a host, hosts of a rack and racks; one of ``dear-train
+        calibrate --topology`` has a measured grid, which is taken where it predicts a gain of 3 %
+        or more. The sums differ from those of ``flat`` in the last bits. Where hosts have different
+        numbers of ranks, or one each, ``hosts`` is ``flat``, and so is a file where hosts or racks
+        differ. ``auto`` measures ``hosts`` at start, and takes it where it is faster by 3 % or
+        more.
     comm_dtype: in what wider tensors are sent: ``fp32``, which sends all of them as they are, or
         ``bf16`` or ``fp16``, with half the bytes. With ``gather="parameters"`` every rank then
         keeps its shard unrounded for the optimizer; the model's parameters are rounded, those that

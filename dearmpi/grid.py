@@ -25,6 +25,8 @@ _CHUNK_BYTES = 3 << 19  # of the whole buffer in a chunk, which the first dimens
 _FEWEST, _MOST = 4, 64
 _ALIGNED = 16  # elements: sums of aligned pieces take no longer
 
+_LARGEST_RATE = 999.0  # as the setting takes it; memory is no faster than counts
+
 Line = tuple[tuple[int, int], ...]
 """The stages that cross one dimension, in their order on every rank: (chunk, stage)."""
 
@@ -33,6 +35,13 @@ def grid_text(sizes: Sequence[int], rates: Sequence[float] = ()) -> str:
     """``2x4``, or with rates ``2x4/10x5``."""
     text = "x".join(map(str, sizes))
     return f"{text}/{'x'.join(f'{rate:g}' for rate in rates)}" if rates else text
+
+
+def relative_rates(seconds_per_byte: Sequence[float]) -> tuple[float, ...]:
+    """Rates of dimensions in units of the slowest, with as many digits as ``topology`` takes."""
+    slowest = max(seconds_per_byte)
+    found = [slowest / slope if slope else _LARGEST_RATE for slope in seconds_per_byte]
+    return tuple(float(f"{min(rate, _LARGEST_RATE):.3g}") for rate in found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 from dearmpi.config import EngineConfig, ReduceScatter
 from dearmpi.errors import ConfigError
-from dearmpi.grid import grid_text
+from dearmpi.grid import grid_text, relative_rates
 from dearmpi.plan.data.fields import Fields, check_format, errors_name, read_fields, read_text
 from dearmpi.plan.model.codec_cost import CodecCost, require_known_bytes
 from dearmpi.plan.model.cost import Costs, LinkFit, fit_link
@@ -21,7 +21,6 @@ from dearmpi.plan.model.network import Levels
 from dearmpi.version import __version__
 
 FORMAT = 1
-_LARGEST_RATE = 999.0  # of a dimension, as the setting takes it; memory is no faster than counts
 _LARGEST_ERROR = 0.2  # of a fit; on a quiet machine it is a few hundredths
 
 
@@ -79,9 +78,7 @@ class GridTimes:
         for one in self.dimensions:
             both = one.costs.reduce_scatter.beta_s_per_byte + one.costs.all_gather.beta_s_per_byte
             slopes.append(both * one.num_ranks / (one.num_ranks - 1))
-        slowest = max(slopes)
-        found = [slowest / slope if slope else _LARGEST_RATE for slope in slopes]
-        return tuple(float(f"{min(rate, _LARGEST_RATE):.3g}") for rate in found)
+        return relative_rates(slopes)
 
     def costs_by_topology(self, flat: Costs) -> dict[str, Costs]:
         """``flat`` with both operations on the grid: as the setting has it, and where that has no

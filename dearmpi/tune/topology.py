@@ -2,8 +2,10 @@
 
 Every rank reads its own copy. A file of racks gives each host its rack:
 ``{"racks": {"left": ["n0", "n1"], "right": ["n2", "n3"]}}``. Hosts and racks without ranks of the
-job may stand there too, so that one file serves a whole cluster. A file of ``dear-train calibrate
---topology`` has measured one grid, which is taken where it predicts that to gain.
+job may stand there too, so that one file serves a whole cluster. With ``"rates": [20, 10, 5]``
+ranks of a host, hosts of a rack and racks have wires of their own, as fast as that. A file of
+``dear-train calibrate --topology`` has measured one grid, which is taken where it predicts that to
+gain.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dearmpi.comm.algorithms.grid_collectives import choose_grid, grid_of_places
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError, MismatchError
-from dearmpi.grid import Grid, GridGain
-from dearmpi.plan.data.fields import check_format, read_fields, read_text
+from dearmpi.grid import Grid, GridGain, relative_rates
+from dearmpi.plan.data.fields import Fields, check_format, read_fields, read_text
 from dearmpi.tune.calibration import Calibration, parse_calibration
 
 FORMAT = 1
-_MARK = "racks"
+_MARK, _RATES = "racks", "rates"
+_KEYS = (_MARK, _RATES, "format", "version")
+_NUM_LEVELS = 3  # ranks of a host, hosts of a rack, racks
+_LEAST_RATE, _MOST_RATE = 1e-6, 1e12
 _MOST_SHOWN = 200  # characters of a file in an error
 
 
@@ -42,8 +47,18 @@ def measured_grid(world: World, config: EngineConfig) -> Grid:
     return grid
 
 
-Topology = Mapping[str, str] | Calibration
-"""By host, its rack; or what was measured of a grid."""
+@dataclass(frozen=True, slots=True)
+class Racks:
+    """rack_of: by host, its rack. rates: what a rank sends to the ranks of its host, to the hosts
+    of its rack, and to other racks; only their ratios count. None where all share a wire.
+    """
+
+    rack_of: Mapping[str, str]
+    rates: tuple[float, ...] = ()
+
+
+Topology = Racks | Calibration
+"""Where hosts are; or what was measured of a grid."""
 
 
 def settle_topology(
@@ -63,15 +78,16 @@ def settle_topology(
     found, path = _read_alike(world, config.topology_file), config.topology_file
     if isinstance(found, Calibration):
         return _settle_calibrated(world, found, config, num_bytes)
-    missing = [rank for rank, host in enumerate(world.hosts) if host not in found]
+    racks = found.rack_of
+    missing = [rank for rank, host in enumerate(world.hosts) if host not in racks]
     if missing:
         raise ConfigError(
             f"rank {missing[0]} is on {world.hosts[missing[0]]}, which is in no rack of {path}, as "
             f"{len(missing)} of {world.size} ranks are; add the host to its rack",
             code="topology-misfit",
         )
-    places = [(found[host], host) for host in world.hosts]
-    grid_found = grid_of_places(world, config.topology, places)
+    places = [(racks[host], host) for host in world.hosts]
+    grid_found = grid_of_places(world, config.topology, places, found.rates)
     return replace(config, topology="flat" if grid_found is None else grid_found.text), ""
 
 
@@ -118,7 +134,7 @@ def _pattern(hosts: Sequence[str]) -> list[int]:
 def _read_alike(world: World, path: str) -> Topology:
     """What every rank has read (collective)."""
     own, problem = "", ""
-    found: Topology = {}
+    found: Topology = Racks({})
     try:
         found = read_topology(path)
         own = describe_topology(found)
@@ -142,26 +158,44 @@ def _read_alike(world: World, path: str) -> Topology:
 
 
 def read_topology(path: str) -> Topology:
-    """The racks of hosts, or a calibration. Raises ConfigError for another file, and for a host in
-    two racks.
+    """The racks of hosts, or a calibration. Raises ConfigError for another file, for a host in two
+    racks, and for rates that are not three numbers above 0.
     """
     text = read_text(path, mark=_MARK)
     if "reduce_scatter" in text:
         return parse_calibration(text, path)
     data = read_fields(text, path, mark=_MARK, cure="name each rack's hosts")
     check_format(data, path, current=FORMAT, default=FORMAT)
+    unknown = [name for name in data.names() if name not in _KEYS]
+    if unknown:
+        raise data.problem(unknown[0], f"is not known; a file of racks has {', '.join(_KEYS)}")
     racks, found = data.fields(_MARK), dict[str, str]()
     for rack in racks.names():
         for host in racks.texts(rack):
             if host in found:
                 raise racks.problem(rack, f"holds {host}, and so does {found[host]}")
             found[host] = rack
-    return found
+    return Racks(found, _read_rates(data))
+
+
+def _read_rates(data: Fields) -> tuple[float, ...]:
+    """In units of the slowest; none where the file has none."""
+    if _RATES not in data:
+        return ()
+    given = list(data.numbers(_RATES))
+    if len(given) != _NUM_LEVELS or not all(_LEAST_RATE <= rate <= _MOST_RATE for rate in given):
+        raise data.problem(
+            _RATES,
+            f"is {given}; give {_NUM_LEVELS} numbers from {_LEAST_RATE:g} to {_MOST_RATE:g}: what "
+            "a rank sends to the ranks of its host, the hosts of its rack, and other racks",
+        )
+    return relative_rates([1 / rate for rate in given])
 
 
 def describe_topology(found: Topology) -> str:
     """The same text for topologies that say the same."""
     if not isinstance(found, Calibration):
-        return json.dumps(found, sort_keys=True)
+        rates = f" with rates {'x'.join(map(str, found.rates))}" if found.rates else ""
+        return json.dumps(found.rack_of, sort_keys=True) + rates
     digest = hashlib.sha256(found.to_json().encode()).hexdigest()[:16]
     return f"a calibration of {found.world_size} ranks (hash {digest})"

@@ -52,11 +52,17 @@ def grid_of(
 _GROUPS = ("ranks", "hosts", "racks")
 
 
-def grid_of_places(world: World, topology: str, places: Sequence[tuple[str, ...]]) -> Grid | None:
+def grid_of_places(
+    world: World,
+    topology: str,
+    places: Sequence[tuple[str, ...]],
+    rates: Sequence[float] = (),
+) -> Grid | None:
     """The grid of ranks whose places are known: of each its host, or its rack and host.
 
     None where it has one dimension, which is what a ring is made for, and where one group has more
-    members than another. Rank 0 warns of that; ``topology`` is what asks for the grid.
+    members than another. Rank 0 warns of that; ``topology`` is what asks for the grid. rates: of
+    each level, from ranks of a host to the outermost, or none; as in ``Grid``.
     """
     paths = [(*place, str(rank)) for rank, place in enumerate(places)]
     first: dict[tuple[str, ...], int] = {}
@@ -77,7 +83,7 @@ def grid_of_places(world: World, topology: str, places: Sequence[tuple[str, ...]
         sizes.append(next(iter(counts.values())))
     depths = range(1, len(paths[0]) + 1)
     order = sorted(range(world.size), key=lambda rank: [first[paths[rank][:d]] for d in depths])
-    grid = Grid(tuple(size for size in sizes if size > 1), tuple(order))
+    grid = grid_of(sizes, world.hosts, order, rates)
     return grid if len(grid.sizes) > 1 else None
 
 

@@ -44,11 +44,17 @@ class Fields:
 
     def number(self, key: str, default: float | None = None) -> float:
         """The finite number at ``key``, 0 or more."""
-        value = self._get(key, default)
+        return self._number(key, "is", self._get(key, default))
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """The list of such numbers at ``key``."""
+        return tuple(self._number(key, "holds", value) for value in self.items(key))
+
+    def _number(self, key: str, verb: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.problem(key, f"is {_kind(value)}; it must be a number")
+            raise self.problem(key, f"{verb} {_kind(value)}; it must be a number")
         if not 0 <= value <= sys.float_info.max:  # of whole numbers JSON may hold larger ones
-            raise self.problem(key, f"is {_kind(value)}; it must be 0 or more, and finite")
+            raise self.problem(key, f"{verb} {_kind(value)}; it must be 0 or more, and finite")
         return float(value)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 0) -> int:

@@ -27,8 +27,8 @@ from tests.unit.tune.test_calibration import BETA, exact, made
 RACKS = {"left": ["a", "c"], "right": ["b", "d"], "dark": ["e"]}
 
 
-def written(path: Path, racks: dict[str, Any] = RACKS) -> str:
-    path.write_text(json.dumps({"racks": racks}))
+def written(path: Path, racks: dict[str, Any] = RACKS, **more: Any) -> str:
+    path.write_text(json.dumps({"racks": racks, **more}))
     return str(path)
 
 
@@ -53,6 +53,32 @@ def test_hosts_of_a_rack_are_neighbours(tmp_path: Path) -> None:
     assert settled(path, "aabb") == Grid((2, 2), (0, 1, 2, 3))  # one host of each rack
     assert settled(path, "aacc") == Grid((2, 2), (0, 1, 2, 3))  # one rack
     assert settled(path, "ac") is None and settled(path, "a") is None
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("dacbdacb", Grid((2, 2, 2), (0, 4, 3, 7, 1, 5, 2, 6), rates=(8.0, 4.0, 1.0))),
+        ("abcd", Grid((2, 2), (0, 2, 1, 3), rates=(4.0, 1.0))),  # one rank on each host
+        ("aacc", Grid((2, 2), (0, 1, 2, 3), rates=(8.0, 4.0))),  # one rack
+        ("aabb", Grid((2, 2), (0, 1, 2, 3), rates=(8.0, 1.0))),  # one host of each rack
+    ],
+)
+def test_rates_of_a_file_are_those_of_the_levels_that_there_are(
+    hosts: str, expected: Grid, tmp_path: Path
+) -> None:
+    """In units of the slowest."""
+    assert settled(written(tmp_path / "racks.json", rates=[2e9, 1e9, 2.5e8]), hosts) == expected
+
+
+def test_files_with_other_rates_differ(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        path = written(tmp_path / f"{world.rank}.json", rates=[4, 2, 1 + world.rank])
+        settle_topology(world, EngineConfig(topology=path))
+
+    told = ("rank 1 on b", "rates 2.0x1.0x1.0", "rates 4.0x2.0x1.0")
+    with raises(MismatchError, "ranks-differ-in-topology", *told):
+        run_ranks(2, body, hub=FakeHub(2, hosts=["a", "b"]))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +133,11 @@ def test_a_file_that_some_ranks_alone_are_given_is_refused(with_file: int, tmp_p
         ('{"racks": {"left": ["a"], "right": ["a", "b"]}}', "malformed-file", "left"),
         ('{"racks": {"left": "a"}}', "malformed-file", "a list"),
         ('{"racks": ["a", "b"]}', "malformed-file", "braces"),
+        ('{"racks": {"left": ["a"]}, "rates": 3}', "malformed-file", "a list"),
+        ('{"racks": {"left": ["a"]}, "rates": [3, 1]}', "malformed-file", "[3.0, 1.0]"),
+        ('{"racks": {"left": ["a"]}, "rates": [3, 1, 0]}', "malformed-file", "from 1e-06"),
+        ('{"racks": {"left": ["a"]}, "rates": [3, 1, "1"]}', "malformed-file", "holds '1'"),
+        ('{"racks": {"left": ["a"]}, "rate": [3, 1, 1]}', "malformed-file", "rate is not known"),
         ('{"hosts": ["a", "b"]}', "file-of-other-kind", "racks"),
         ('{"format": 2, "racks": {}}', "other-format-version", "2"),
         ('{"racks": {"left": ["a"]}}', "topology-misfit", "rank 1 is on b"),
