@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -233,7 +234,8 @@ class DeviceCommStream:
 
 
 def compute_on_one_core(world: World) -> None:
-    """Have the progress thread of ``world`` compute by itself; all other threads keep their teams.
+    """Have the progress thread of ``world``, and the background thread, compute each by itself; all
+    other threads keep their teams.
 
     Where waiting threads make progress (poll mode), they compute in plain modes meanwhile.
     """
@@ -256,7 +258,14 @@ def _compute_on(num_threads: int, world: World) -> None:
         torch.get_num_threads()  # else the thread's first sum would take the last number given
         torch.set_num_threads(num_threads)
 
+    def choose_in_background() -> None:
+        choose()
+        restoring = Thread(target=torch.set_num_threads, args=(count,))  # as below
+        restoring.start()
+        restoring.join()
+
     count = torch.get_num_threads()
+    world.progress.background.begin = choose_in_background
     world.on_progress_thread(choose)
     torch.set_num_threads(count)  # torch hands the last number given to every thread to come
 

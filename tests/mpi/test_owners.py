@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
-from dearmpi.config import Compress
+from dearmpi.config import Compress, Gather
+from dearmpi.engine.iteration import stages
 from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.data.schedule import build_schedule
@@ -58,6 +59,18 @@ ANY = cases(
 @pytest.mark.parametrize("case", MATRICES + ANY, ids=lambda case: "-".join(map(str, astuple(case))))
 def test_training_equals_one_process(case: Case, world: World) -> None:
     assert_trains_as_one_process(case, world)
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_updates_beside_the_thread_that_polls_find_the_same(
+    gather: Gather, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "LONG_S", 0.0)
+    shards: Any = "whole" if gather == "parameters" else "auto"
+    for eager in (False, True):
+        case = Case(optimizer="adafactor", model="branches", cap_mb=ONE_TENSOR, eager=eager)
+        assert_trains_as_one_process(replace(case, gather=gather, shards=shards), world)
 
 
 @pytest.mark.ranks(at_least=2)

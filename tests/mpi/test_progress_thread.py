@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -64,6 +65,11 @@ def test_sums_and_updates_take_one_core_and_computation_keeps_the_others(
         seen[where] = torch.get_num_threads()
 
     world.on_progress_thread(lambda: look("driving"))
+    if world.progress.mode == "thread":
+        computation = world.progress.compute(lambda: look("background"))
+        while not computation.test():
+            time.sleep(0.001)
+        assert seen.pop("background") == 1
     look("main")
     another = threading.Thread(target=look, args=("another",))
     another.start()

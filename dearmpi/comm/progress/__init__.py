@@ -1,3 +1,3 @@
-"""Who completes operations: the progress thread, its lanes in posting order, and channels. Begin
-with `progress`. May import api, messages and watchdog.
+"""Who completes operations: the progress thread and the background thread, lanes in posting
+order, and channels. Begin with `progress`. May import api, messages and watchdog.
 """

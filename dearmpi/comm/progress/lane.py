@@ -81,6 +81,11 @@ class Lane:
         """Whether anything is posted, waits to be, or is being finished."""
         return bool(self.queue or self.in_flight or self.current)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether one more operation would be posted at once."""
+        return len(self.queue) + len(self.in_flight) < self.window
+
     def advance(self) -> Movement:
         """Post what the window admits and finish what is complete."""
         if self.current is not None:  # by a KeyboardInterrupt, where the main thread drives

@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from dearmpi.comm.api.collectives import Movement
+from dearmpi.comm.api.collectives import Completed, Movement, Request
+from dearmpi.comm.progress.background import BackgroundThread
 from dearmpi.comm.progress.lane import Lane, Operation
 from dearmpi.comm.progress.sleeping import (
     Backoff,
@@ -56,6 +57,7 @@ class Progress:
         self._watchdog: Watchdog | None = None
         self._absence: Absence | None = None
         self._thread: threading.Thread | None = None
+        self.background = BackgroundThread()
         self.waited_s = 0.0  # in wait_until, since the start
         nothing = contextlib.nullcontext()  # one for all polls
         self.around: Callable[[], AbstractContextManager[object]] = lambda: nothing
@@ -95,8 +97,18 @@ class Progress:
         self._lanes.remove(lane)
 
     def is_driver(self) -> bool:
-        """Whether the calling thread drives lanes at this moment: an operation called it."""
-        return self._driver == threading.get_ident()
+        """Whether an operation called the calling thread, which then completes none itself."""
+        return self._driver == threading.get_ident() or self.background.is_current()
+
+    def compute(self, function: Callable[[], object]) -> Request:
+        """Run ``function``, which takes long, for an operation.
+
+        In ``thread`` mode the background thread does, while the progress thread polls.
+        """
+        if self.mode == "thread":
+            return self.background.start(function)
+        function()
+        return Completed()
 
     def submit(self, lane: Lane, work: Operation) -> None:
         """Queue ``work`` behind all other work of ``lane``.
@@ -196,6 +208,7 @@ class Progress:
             self._absence.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=patience_s)
+        self.background.close(patience_s=patience_s)
 
     def _is_idle(self) -> bool:
         # The end of one operation may submit another, to a lane that was checked before.

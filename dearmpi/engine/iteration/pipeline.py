@@ -61,6 +61,7 @@ class Pipeline:
             )
             for bucket in state.buckets
         ]
+        self._awaiting_update: set[int] = set()  # buckets that may be updated
         self._last = conduct.stages[-1]
         self._before_update = ENDED[conduct.stage_before(Stage.UPDATE)]
         self._before_gather = ENDED[conduct.stage_before(Stage.GATHER)]
@@ -191,20 +192,25 @@ class Pipeline:
             self._state.iteration.reduced.add(bucket.index)
         if stage is self._last:
             self._finish(bucket)
+            self._start_updates()
             return
         self._try_update(bucket)
+        self._start_updates()
         self._start_gathers()
 
     def _step_seen(self) -> None:
-        for gather in self._state.schedule.all_gathers:
-            self._try_update(self._state.buckets[gather.bucket])
+        self._try_updates()
         self._start_gathers()
 
     def _agreed(self, iteration: Iteration, agreement: StepAgreement) -> None:
         answer = agreement.answer()
         iteration.incomplete, iteration.used = answer.unfilled, answer.used
+        self._try_updates()
+
+    def _try_updates(self) -> None:
         for bucket in self._state.buckets:
             self._try_update(bucket)
+        self._start_updates()
 
     def _try_update(self, bucket: BucketRuntime) -> None:
         """Update as soon as the stage before, the options and the step agreement allow it."""
@@ -214,7 +220,17 @@ class Pipeline:
         if bucket.tracker.missing and iteration.used is None:
             return
         bucket.move_to(BucketState.UPDATING)
-        self._progress.submit(self._update_lane, self._updates[bucket.index])
+        self._awaiting_update.add(bucket.index)
+
+    def _start_updates(self) -> None:
+        """Submit updates in the order of gathers, as far as the lane has room: the first gathers,
+        whose buckets are reduced last, wait for no others' updates.
+        """
+        while self._awaiting_update and self._update_lane.has_room:
+            gathers = self._state.iteration.all_gathers
+            first = next(one.bucket for one in gathers if one.bucket in self._awaiting_update)
+            self._awaiting_update.remove(first)
+            self._progress.submit(self._update_lane, self._updates[first])
 
     def _start_gathers(self) -> None:
         """Submit all-gathers in the schedule's order, as far as their buckets allow."""

@@ -1,16 +1,19 @@
 """Stages: what one bucket does in each stage of its life, as operations of lanes.
 
-The pipeline decides when a stage may begin. All of this runs on the progress thread. An operation
-is made once for each bucket and stage, and submitted again in every iteration.
+The pipeline decides when a stage may begin. All of this runs on the progress thread, but for a long
+step of the optimizer, during which that thread goes on polling. An operation is made once for each
+bucket and stage, and submitted again in every iteration.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from dearmpi.comm.api.collectives import Chain, Request
+from dearmpi.device.comm_stream import HostCommStream
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.codec.codec import Codec, compresses
 from dearmpi.engine.iteration.engine_state import EngineState
@@ -27,6 +30,12 @@ ENDED = {
     Stage.GATHER: BucketState.GATHERED,
 }
 """The state of a bucket at the end of a stage."""
+
+
+LONG_S = 5e-3
+"""An update that takes so long would let the wire run dry on the thread that polls."""
+
+_KEPT = 0.9  # of the longest update, by step: some optimizers work hard only now and then
 
 
 class StageOperation(ABC):
@@ -114,6 +123,9 @@ class UpdateStage(StageOperation):
     ) -> None:
         super().__init__(Stage.UPDATE, state, bucket, over)
         self._update, self._reduced_by, self._gathered_by = update, reduced_by, gathered_by
+        self._is_on_host = isinstance(state.comm_stream, HostCommStream)  # a device only queues
+        self._longest_s = 0.0  # of the last steps
+        self._is_taken = False
 
     @property
     def label(self) -> str:
@@ -121,21 +133,46 @@ class UpdateStage(StageOperation):
         return f"update of bucket {self.bucket.index}"
 
     def start(self) -> Request:
-        """Bring what the step needs to where it works."""
-        return self._update.start_fetch()
+        """Bring what the step needs to where it works; take a long one beside the thread that
+        polls.
+        """
+        self._is_taken = False
+        fetch = self._update.start_fetch()
+        return Chain(self._take_beside(fetch)) if self._longest_s >= LONG_S else fetch
 
     def finish(self) -> None:
-        """Take the step. Raises WireRangeError for numbers that cannot travel."""
+        """Take the step, unless it is taken. Raises WireRangeError for numbers that cannot
+        travel.
+        """
+        with self._state.comm_stream.running():
+            if not self._is_taken:
+                self._prepare()()
+            self._gathered_by.check(self.bucket)
+        self.bucket.memory.give_up()
+        super().finish()
+
+    def _take_beside(self, fetch: Request) -> Iterator[Request]:
+        yield fetch
+        yield self._state.world.progress.compute(self._prepare())
+
+    def _prepare(self) -> Callable[[], None]:
+        """The step, for any thread. What it needs of the iteration is looked up here."""
         bucket, options = self.bucket, self._state.iteration.options
         assert options is not None, "an update waits for its options"
-        with self._state.comm_stream.running():
-            self._reduced_by.check(bucket)
-            self._reduced_by.commit(bucket, is_final=True)
+        self._reduced_by.check(bucket)
+        self._reduced_by.commit(bucket, is_final=True)
+        unused = self._unused()
+        self._is_taken = True
+
+        def step() -> None:
+            begin_s = time.perf_counter()
             with self._state.spans.update(bucket.spec):
-                self._update.step(options, self._unused())
-            self._gathered_by.check(bucket)
-        bucket.memory.give_up()
-        super().finish()
+                self._update.step(options, unused)
+            if self._is_on_host:
+                took_s = time.perf_counter() - begin_s
+                self._longest_s = max(took_s, _KEPT * self._longest_s)
+
+        return step
 
     def _unused(self) -> frozenset[int]:
         """Slots that had no gradient on any rank."""

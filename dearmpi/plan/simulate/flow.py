@@ -6,8 +6,9 @@ The engine's rules (``engine/iteration/pipeline.py``, ``comm/progress/progress.p
 - Reduce-scatters are posted in the schedule's order, each once its bucket is ready; all-gathers in
   the schedule's order, each once the stage before it and the reduce-scatter that it is tied to are
   complete. At most ``window`` of each kind are in flight, on one ``Wire``.
-- Updates run one after the other, in the order in which they become possible, beside the wire. So
-  does the work of codecs, which stands where an operation has arrived, encoding included.
+- Updates run one after the other, beside the wire: of those that are possible, the one whose gather
+  comes first. So does the work of codecs, which stands where an operation has arrived, encoding
+  included.
 
 No bucket is under way when backprop begins, since the feed-forward before it has waited for all
 of them. So every iteration begins in the same state, and one pass is the steady state.
@@ -83,6 +84,7 @@ class Flow:
                 late = max(late, load.ready_s)
                 self._launches.append((late, bucket))
         self._gathers = deque(g for g in schedule.all_gathers if loads[g.bucket] is not None)
+        self._places = {one.bucket: place for place, one in enumerate(schedule.all_gathers)}
         self._wire = Wire()
         self._num_reducing = 0
         self._jobs: deque[tuple[Stage, int]] = deque()  # of the progress thread
@@ -153,6 +155,13 @@ class Flow:
             self._jobs.append(job)
 
     def _begin_job(self) -> float:
+        if self._jobs[0][0] is Stage.UPDATE:
+            first = min(
+                (job for job in self._jobs if job[0] is Stage.UPDATE),
+                key=lambda job: self._places[job[1]],
+            )
+            self._jobs.remove(first)
+            self._jobs.appendleft(first)
         stage, bucket = self._jobs[0]
         load = self._loads[bucket]
         assert load is not None

@@ -130,12 +130,12 @@ def test_codecs_send_less_and_compute_where_updates_do(monkeypatch: pytest.Monke
         "B 0": (0, 0),
         "RS1": (0, 1.5),  # half a second on the wire, then a second of computation
         "RS0": (0.5, 2.5),
-        "U1": (2.5, 3.5),
-        "U0": (3.5, 4.5),
-        "AG0": (4.5, 6.75),
-        "AG1": (4.75, 8.75),
-        "F 0": (6.75, 7.75),
-        "F 1": (8.75, 9.75),
+        "U0": (2.5, 3.5),  # both may begin, and its gather comes first
+        "U1": (3.5, 4.5),
+        "AG0": (3.5, 6.5),
+        "AG1": (4.5, 8.5),
+        "F 0": (6.5, 7.5),
+        "F 1": (8.5, 9.5),
     }
     assert timeline.reduce_s == 1 and timeline.gather_s == 0.5
     plain = run(equal(2, backprop_s=0.0), dear(2), costs=replace(costs, codec=None))
