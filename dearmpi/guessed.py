@@ -218,7 +218,7 @@ _SHARDED = (
 
 LOCAL_SETTINGS = _by_name(
     {
-        "local_steps period H inner_steps num_local_steps frequency": (
+        "local_steps period H inner_steps num_inner_steps num_local_steps frequency": (
             "sync_every=50 is the number of steps from one exchange to the next"
         ),
         "fragment_sync_delay sync_delay": "delay=5 is the number of steps an exchange may take",
@@ -226,11 +226,11 @@ LOCAL_SETTINGS = _by_name(
         "should_quantize quantize compression": 'compress="int4", "int8" or "none" is what travels',
         "model_fragments num_fragments sync_fragments": "fragments=8 is their number",
         "outer_optimizer outer_optim": (
-            "outer_lr=0.7 and outer_momentum=0.8 are those of the outer SGD; optimizer.outer is it"
+            "outer_lr=0.7 and outer_momentum=0.8 are those of the outer SGD"
         ),
         "warmup_steps": "sync_after=1000 averages gradients in each step until then",
         "inner_optimizer optimizer": "give it as the first argument, without a name",
-        "manager backup_device pin_memory bucket_cap_mb": (
+        "manager backup_device pin_memory use_bucketization bucket_cap_mb": (
             "leave it out, or give config=dearmpi.EngineConfig(...)"
         ),
     }

@@ -54,7 +54,7 @@ def test_every_method_trains_the_same_model(world: World, workload: Workload | N
     names = ["serial", "wfbp", "dear", "dear:0.01:window=1", "ddp", "ddp:1", "ddp-bf16", "fsdp2"]
     names += ["dear:comm_dtype=bf16", "ddp:comm_dtype=fp16", "ddp:view=true", "ddp-bf16:view=true"]
     names += ["fsdp2:reshard=false", "ddp-powersgd", "ddp-powersgd:rank=2:start=3"]
-    names += ["ddp-localsgd:period=1"]
+    names += ["ddp-localsgd:period=2"]
     result, lines = contest(world, *map(read_method, names), workload=workload)
     assert {row.label: row.error for row in result.rows} == dict.fromkeys(names, "")
     assert all(len(row.iterations()) == 2 for row in (result.alone, *result.rows))

@@ -16,11 +16,19 @@ import torch
 from torch import nn
 
 import dearmpi
-from dearmpi import DistributedOptimizer, EngineConfig, SyncBatchNorm, World, guessed
+from dearmpi import (
+    DistributedOptimizer,
+    EngineConfig,
+    LocalOptimizer,
+    SyncBatchNorm,
+    World,
+    guessed,
+)
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.config import EngineSettings
 from dearmpi.engine.sync.model_tensors import broadcast_parameters
-from dearmpi.errors import ConfigError
+from dearmpi.errors import ArgumentError, ConfigError
+from tests.codes import raises
 
 ARGUMENTS = set(EngineConfig.__dataclass_fields__) | set(
     inspect.signature(DistributedOptimizer).parameters
@@ -43,6 +51,7 @@ TABLES: list[tuple[Mapping[str, str], set[str]]] = [
     (guessed.SETTINGS, ARGUMENTS),
     (guessed.CONNECTION, set(inspect.signature(dearmpi.connect).parameters)),
     (guessed.BROADCAST, set(inspect.signature(broadcast_parameters).parameters)),
+    (guessed.LOCAL_SETTINGS, set(inspect.signature(LocalOptimizer).parameters)),
     (guessed.COLLECTIVE, {"values", "value", "op", "buffer", "root"}),
 ]
 
@@ -86,6 +95,28 @@ def test_a_guessed_attribute_of_the_package(name: str, told: str) -> None:
     with pytest.raises(AttributeError, match=told):
         getattr(dearmpi, name)
     assert not hasattr(dearmpi, name) and getattr(dearmpi, name, 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ("local_steps num_inner_steps inner_steps period", "sync_every=50"),
+        ("fragment_sync_delay", "delay=5"),
+        ("fragment_update_alpha", "mix=0.5"),
+        ("should_quantize", 'compress="int4"'),
+        ("model_fragments", "fragments=8"),
+        ("outer_optimizer", "outer_lr=0.7 and outer_momentum=0.8"),
+        ("warmup_steps", "sync_after=1000"),
+        ("inner_optimizer", "the first argument"),
+        ("manager backup_device pin_memory use_bucketization bucket_cap_mb", "leave it out"),
+    ],
+)
+def test_arguments_of_other_diloco_are_answered(others: str, told: str) -> None:
+    """torchft's, OpenDiLoCo's and those of torch's PeriodicModelAverager."""
+    model = nn.Linear(2, 2)
+    for other in others.split():
+        with raises(ArgumentError, "unknown-argument", other, told):
+            LocalOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **{other: 3})
 
 
 def test_an_attribute_that_there_is_not_is_an_error_for_type_checkers() -> None:

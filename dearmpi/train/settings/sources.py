@@ -33,7 +33,7 @@ _OTHERS: Mapping[str, str] = {
     "max_grad_norm": "clip_grad clip_grad_norm gradient_clip_val gradient_clipping",
     "ema": "ema_decay model_ema model_ema_decay use_ema",
     "lr_schedule": "lr_scheduler lr_scheduler_type scheduler sched",
-    "sync_every": "local_steps inner_steps",
+    "sync_every": "local_steps inner_steps num_inner_steps diloco_local_steps",
     "sync_fragments": "num_fragments model_fragments",
     "sync_delay": "fragment_sync_delay",
     "sync_mix": "fragment_update_alpha",

@@ -128,6 +128,40 @@ def test_with_a_margin_it_is_written_out() -> None:
     )
 
 
+RECORDED = [  # margin; a, b, alpha; the loss; its gradients by scores, a, b and alpha
+    (
+        *(1.0, (0.5, 0.125, 2.0), -0.42441809),
+        (-0.38160002, 0.35440004, 0.39280003, -0.41520002, 0.31920001),
+        (-0.16320002, -0.10640000, -0.71680003),
+    ),
+    (
+        *(0.6, (0.4, 0.3, 0.25), 0.05443199),
+        (0.06240000, 0.04640000, 0.08480000, 0.02880000, 0.01120000),
+        (-0.21120000, -0.02239999, -0.06880002),
+    ),
+]
+
+
+@pytest.mark.parametrize(("margin", "at", "value", "of_scores", "of_own"), RECORDED)
+def test_with_a_margin_it_is_that_of_libauc(
+    margin: float, at: Any, value: float, of_scores: Any, of_own: Any
+) -> None:
+    """Of AUCMLoss v1 of libauc 1.4.0, whose optimizer turns the sign of alpha's gradient itself."""
+    labels = torch.tensor([1, 0, 0, 1, 0])
+    scores = torch.tensor([0.91, 0.34, 0.58, 0.77, 0.12], requires_grad=True)
+    loss = AucLoss(0.4, margin)
+    with torch.no_grad():
+        for param, start in zip((loss.a, loss.b, loss.alpha), at, strict=True):
+            param.fill_(start)
+    found = loss(scores, labels)
+    found.backward()
+    assert float(found) == pytest.approx(value, abs=1e-6)
+    assert scores.grad is not None
+    assert scores.grad.tolist() == pytest.approx(of_scores, abs=1e-6)
+    grads = [float(param.grad) for param in (loss.a, loss.b, loss.alpha)]  # type: ignore[arg-type]
+    assert grads == pytest.approx((*of_own[:2], -of_own[2]), abs=1e-6)
+
+
 def test_a_batch_of_one_class_warns_once_and_leaves_alpha_alone() -> None:
     loss = AucLoss(0.5)
     with pytest.warns(UserWarning, match="one class"):

@@ -183,12 +183,14 @@ def test_gradients_are_averaged_until_sync_after() -> None:
         for name, value in dense.state_dict().items():
             assert torch.equal(local.state_dict()[name], value), name
         assert all(optimizer.state[param]["step"] == 5 for param in local.parameters())
-        steps_of(local, optimizer, range(5, 13))  # until just before the first exchange
+        steps_of(local, optimizer, range(5, 8))  # the first exchange is merged later
         plain = adamw(dense.parameters())
         plain.load_state_dict(averaged.state_dict())
         for step in range(5, 8):
             backward(dense, step, world.rank)
             plain.step()
+        for name, value in dense.state_dict().items():
+            assert torch.equal(local.state_dict()[name], value), name
         with optimizer.at_anchor():
             assert_equal_on_all_ranks(copies(local), world)
         optimizer.close()
@@ -272,6 +274,48 @@ def test_a_scheduler_and_plain_torch_take_the_inner_state() -> None:
         optimizer.close()
 
     run_ranks(2, train)
+
+
+def test_the_outer_optimizers_state_is_divided_among_ranks() -> None:
+    def train(world: World) -> int:
+        model = nn.Linear(64, 64)
+        optimizer = LocalOptimizer(
+            sgd(model.parameters()), model, sync_every=1, world=world, compress="none"
+        )
+        steps_of_zeros(model, optimizer, 2)
+        pieces = optimizer.outer.local_state().pieces
+        optimizer.close()
+        return sum(piece.tensors["momentum_buffer"].numel() for piece in pieces)
+
+    own = run_ranks(4, train)
+    assert sum(own) == 64 * 65
+    assert max(own) <= 64 * 65 / 4 + 4
+
+
+def steps_of_zeros(model: nn.Module, optimizer: LocalOptimizer, num_steps: int) -> None:
+    for _ in range(num_steps):
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+
+
+def test_running_means_of_batch_normalisation_stay_each_ranks_own() -> None:
+    def train(world: World) -> tuple[Any, Any, Any]:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        optimizer = LocalOptimizer.average(
+            sgd(model.parameters()), model, sync_every=1, world=world
+        )
+        data = torch.randn(9, 3, generator=torch.Generator().manual_seed(world.rank)) + world.rank
+        expected = copy.deepcopy(model)
+        expected(data)
+        model(data).square().mean().backward()
+        optimizer.step()
+        optimizer.close()
+        return model[1].running_mean, expected[1].running_mean, model[0].weight.detach()
+
+    (one, expected, weight), (other, _, other_weight) = run_ranks(2, train)
+    assert torch.equal(one, expected) and not torch.equal(one, other)
+    assert torch.equal(weight, other_weight)
 
 
 def test_clipping_is_local() -> None:

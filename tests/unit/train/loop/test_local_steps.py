@@ -119,6 +119,22 @@ def test_what_is_saved_is_what_ranks_share_and_ends_in_the_model(tmp_path: Path)
     assert not torch.equal(entries["rank0.values"], entries["rank1.values"])  # type: ignore[arg-type]
 
 
+def test_evaluation_is_of_what_ranks_share(tmp_path: Path) -> None:
+    """Before the first exchange that is the start, however far ranks have come by themselves."""
+    start = copy.deepcopy(TASK)
+    with torch.no_grad():
+        inputs, targets = start.eval_data.inputs, start.eval_data.targets  # type: ignore[union-attr]
+        expected = float(torch.nn.functional.mse_loss(start.model(inputs), targets))
+    more = {"sync_every": 50, "sync_fragments": 1, "sync_delay": 0}
+    for parameters_, notes in run_ranks(2, lambda world: run(world, tmp_path, 11, **more)):
+        losses = [row.eval_loss for row in notes.rows if row.eval_loss is not None]
+        assert len(losses) >= 2 and losses == pytest.approx([expected] * len(losses), rel=1e-6)
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(parameters_, start.model.parameters(), strict=True)
+        )
+
+
 def test_parameters_of_one_number_resume_bit_for_bit(tmp_path: Path) -> None:
     """As those of a loss for the area under the curve, with what is maximised among them."""
     pytest.importorskip("sklearn")

@@ -125,10 +125,19 @@ def test_other_numbers_of_ranks_go_on_from_what_is_shared(
 ) -> None:
     (_, shared), _ = run_ranks(2, lambda world: train(world, tmp_path, streaming, 7, dtype))
 
+    saved = checkpoint.load(checkpoint.resolve(tmp_path)).optimizer
+
     def resume(world: World) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
-        with Run(tmp_path, model, streaming(model, world)) as run:
+        optimizer = streaming(model, world)
+        with Run(tmp_path, model, optimizer) as run:
             assert run.resume() == 7
+            for name, param in model.named_parameters():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    own: list[Any] = [saved[name][f"rank{rank}.{key}"] for rank in range(2)]
+                    assert not torch.equal(*own)
+                    found = optimizer.state[param][key]
+                    torch.testing.assert_close(found, torch.stack(own).mean(0).view_as(found))
             return [param.detach().clone() for param in model.parameters()]
 
     with pytest.warns(UserWarning, match=f"rank 0 of 2 and is loaded on {size} ranks"):
