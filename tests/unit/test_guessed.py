@@ -115,8 +115,9 @@ def test_arguments_of_other_diloco_are_answered(others: str, told: str) -> None:
     """torchft's, OpenDiLoCo's and those of torch's PeriodicModelAverager."""
     model = nn.Linear(2, 2)
     for other in others.split():
+        given: dict[str, Any] = {other: 3}
         with raises(ArgumentError, "unknown-argument", other, told):
-            LocalOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **{other: 3})
+            LocalOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **given)
 
 
 def test_an_attribute_that_there_is_not_is_an_error_for_type_checkers() -> None:

@@ -301,7 +301,8 @@ def steps_of_zeros(model: nn.Module, optimizer: LocalOptimizer, num_steps: int) 
 
 def test_running_means_of_batch_normalisation_stay_each_ranks_own() -> None:
     def train(world: World) -> tuple[Any, Any, Any]:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        layer, norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        model = nn.Sequential(layer, norm)
         optimizer = LocalOptimizer.average(
             sgd(model.parameters()), model, sync_every=1, world=world
         )
@@ -311,7 +312,7 @@ def test_running_means_of_batch_normalisation_stay_each_ranks_own() -> None:
         model(data).square().mean().backward()
         optimizer.step()
         optimizer.close()
-        return model[1].running_mean, expected[1].running_mean, model[0].weight.detach()
+        return norm.running_mean, expected[1].running_mean, layer.weight.detach()
 
     (one, expected, weight), (other, _, other_weight) = run_ranks(2, train)
     assert torch.equal(one, expected) and not torch.equal(one, other)

@@ -125,7 +125,7 @@ def test_evaluation_is_of_what_ranks_share(tmp_path: Path) -> None:
     with torch.no_grad():
         inputs, targets = start.eval_data.inputs, start.eval_data.targets  # type: ignore[union-attr]
         expected = float(torch.nn.functional.mse_loss(start.model(inputs), targets))
-    more = {"sync_every": 50, "sync_fragments": 1, "sync_delay": 0}
+    more: dict[str, Any] = {"sync_every": 50, "sync_fragments": 1, "sync_delay": 0}
     for parameters_, notes in run_ranks(2, lambda world: run(world, tmp_path, 11, **more)):
         losses = [row.eval_loss for row in notes.rows if row.eval_loss is not None]
         assert len(losses) >= 2 and losses == pytest.approx([expected] * len(losses), rel=1e-6)
