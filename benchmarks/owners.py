@@ -10,20 +10,21 @@ A language model like GPT-2 trains by Muon, its embeddings, vectors and head by 
 - even cuts: AdamW for all in equal shards, for its bytes; its updates are not timed.
 
 Usage: mpirun -n 4 python benchmarks/owners.py [--width 128] [--layers 6] [--steps 5] [--fp32]
-[WAY ...]
+[--sleep GFLOPS] [WAY ...]
 ``--width 512 --layers 7 --steps 2`` is a model of 23 million parameters. ``--fp32``: Muon
-multiplies in fp32, not bf16, so that the distance shows errors and no rounding.
+multiplies in fp32, not bf16, so that the distance shows errors and no rounding. ``--sleep``: its
+products are left out, and each rank sleeps as long as they take a core of its own at that speed, as
+ranks do not that share cores.
 
-Prints medians over the steps, of the slowest rank and their mean. CPU time is that of the threads
-that update. Distance: of the last parameters to those of the first way, as a share of how far these
-have moved. Sent: by a rank and step, between hosts, as their network devices count; on one host by
-the cuts, where they tell it.
+Prints means over steps that follow each other, of the slowest rank and of all. CPU time is that of
+the threads that update. Distance: of the last parameters to those of the first way, as a share of
+how far these have moved. Sent: by a rank and step, between hosts, as their network devices count;
+on one host by the cuts, where they tell it.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dearmpi
 from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
+from dearmpi.plan.data.owners import known_cost
 from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
 from dearmpi.train.tasks.transformer import Transformer, TransformerShape
 
@@ -236,6 +238,23 @@ def device_bytes() -> int:
     return sum(int(words[8]) for name, words in counts.items() if name != "lo")
 
 
+def sleep_instead(gflops: float) -> None:
+    """From now on Muon sleeps for its products, at so many billion operations in a second."""
+
+    @torch.no_grad()
+    def step(muon: torch.optim.Muon, closure: Any = None) -> None:
+        for group in muon.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = muon.state[param]
+                    mean = state.setdefault("momentum_buffer", torch.zeros_like(param))
+                    mean.lerp_(param.grad, 1 - group["momentum"])
+                    time.sleep((known_cost("Muon", param.shape) or 0.0) / (1e9 * gflops))
+                    param.add_(mean / (mean.norm() + 1e-7), alpha=-group["lr"])
+
+    torch.optim.Muon.step = step  # type: ignore
+
+
 def flat(model: nn.Module) -> Tensor:
     """All parameters, one after the other."""
     found = [param.detach() for param in model.parameters()]
@@ -248,14 +267,13 @@ def train(world: World, shape: TransformerShape, way: str, num_steps: int) -> Re
     torch.manual_seed(0)
     entrant = WAYS[way](Transformer(shape), world)
     tokens = torch.Generator().manual_seed(1 + world.rank)
-    updates, steps, begin_bytes = [], [], 0
+    begin_s, begin_bytes = 0.0, 0
     for step in range(NUM_WARMUP + num_steps):
-        entrant.finish()
-        world.barrier()
         if step == NUM_WARMUP:
-            begin_bytes = device_bytes()
-        SECONDS.clear()
-        begin_s = time.perf_counter()
+            entrant.finish()
+            world.barrier()
+            SECONDS.clear()
+            begin_s, begin_bytes = time.perf_counter(), device_bytes()
         for optimizer in entrant.optimizers:
             optimizer.zero_grad()
         batch = torch.randint(shape.vocabulary, (BATCH, shape.context), generator=tokens)
@@ -263,9 +281,8 @@ def train(world: World, shape: TransformerShape, way: str, num_steps: int) -> Re
         nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten()).backward()
         for optimizer in entrant.optimizers:
             optimizer.step()
-        entrant.finish()
-        steps.append(time.perf_counter() - begin_s)
-        updates.append(sum(SECONDS))
+    entrant.finish()
+    step_s = (time.perf_counter() - begin_s) / num_steps
     world.barrier()
     sent, most = (device_bytes() - begin_bytes) / num_steps, 0.0
     if len(set(world.hosts)) < world.size:
@@ -276,15 +293,7 @@ def train(world: World, shape: TransformerShape, way: str, num_steps: int) -> Re
     nbytes = sum(tensor.nbytes for tensor in tensors_in(entrant.state()))
     parameters = flat(entrant.model)
     entrant.close()
-    kept = slice(NUM_WARMUP, None)
-    return Result(
-        statistics.median(updates[kept]),
-        statistics.median(steps[kept]),
-        nbytes,
-        sent,
-        most,
-        parameters,
-    )
+    return Result(sum(SECONDS) / num_steps, step_s, nbytes, sent, most, parameters)
 
 
 def row_of(world: World, own: Result, start: Tensor, first: Tensor) -> str:
@@ -303,12 +312,15 @@ def main() -> None:
     for name, default in (("width", 128), ("layers", 6), ("steps", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--fp32", action="store_true")
+    parser.add_argument("--sleep", type=float, metavar="GFLOPS")
     parser.add_argument("ways", nargs="*", choices=[*WAYS, []], metavar="WAY")
     options = parser.parse_args()
     world = dearmpi.connect()
     torch.set_num_threads(1)
     if options.fp32:
         torch.Tensor.bfloat16 = lambda values: values  # type: ignore
+    if options.sleep:
+        sleep_instead(options.sleep)
     join_group(world, patience_s=300.0)
     width, layers = options.width, options.layers
     shape = TransformerShape(vocabulary=1024, context=CONTEXT, width=width, depth=layers, heads=4)
@@ -321,7 +333,8 @@ def main() -> None:
             f"{'sent, MB':>13}{'most by cuts':>13}{'distance':>11}"
         )
     first: Tensor | None = None
-    for way in options.ways or WAYS:
+    slept = [way for way in WAYS if way != "fsdp2"]  # which multiplies pieces of matrices
+    for way in options.ways or (slept if options.sleep else WAYS):
         own = train(world, shape, way, options.steps)
         first = own.parameters if first is None else first
         row = row_of(world, own, start, first)
