@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -144,19 +145,40 @@ class Scaffnew(LocalOptimizer):
         return {name: {"control": value} for name, value in self.controls.items()}
 
     def _fault_of(self, local: Mapping[str, Any]) -> str:
-        """Control variates belong to a rank's data, and the rule to a number of ranks."""
-        found = (local.get("rule"), local["rank"])
-        if found != (repr(self.rule), self.world.rank):
+        """Control variates belong to a rank's data, and to a rule."""
+        if "rule" not in local:
+            return (
+                "the state has no control variates; load what state_dict() of a Scaffnew returned"
+            )
+        found = (local["rule"], local["rank"])
+        is_own_size = local["world_size"] == self.world.size
+        if is_own_size and found != (repr(self.rule), self.world.rank):
             return (
                 f"the state is of rank {found[1]} with {found[0]}, but this is rank "
-                f"{self.world.rank} with {self.rule}; load each rank's own state on as many ranks"
+                f"{self.world.rank} with {self.rule}; load each rank's own state"
             )
         return super()._fault_of(local)
 
     def _take_own(self, local: Mapping[str, Any], is_own: bool) -> None:
-        self.num_rounds, self._steps_in_round = local["num_rounds"], local["steps_in_round"]
+        """Go on with this rank's control variates. On another number of ranks nobody knows whose
+        data a rank has: all begin with zeros, which add up to zero, and with a new round.
+        """
+        self.num_rounds = local["num_rounds"]
+        self._steps_in_round = local["steps_in_round"] if is_own else 0
         for name, value in self.controls.items():
-            value.copy_(local["own"][name]["control"])
+            if is_own:
+                value.copy_(local["own"][name]["control"])
+            else:
+                value.zero_()
+        if is_own:
+            return
+        self.param_groups[0]["lr"] = self.rule.lr
+        if self.world.is_root:
+            warnings.warn(
+                f"control variates of {local['world_size']} ranks do not fit the data of "
+                f"{self.world.size}: they begin at zero again",
+                stacklevel=5,
+            )
 
 
 def _make_rule(

@@ -1,4 +1,4 @@
-"""Local steps under mpirun: a script with ``dearmpi.Run`` that is resumed, and ``federate``."""
+"""Local steps under mpirun: a script and `dear-train run`, resumed, and `dear-train federate`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import dearmpi
+from dearmpi.train import checkpoint
 from tests.forks import forked
 from tests.job import Ended, run_job
 
@@ -111,6 +112,69 @@ def test_other_numbers_of_ranks_go_on_from_what_was_shared(tmp_path: Path) -> No
     ends = [end_of(tmp_path / "three", rank)[1] for rank in range(3)]
     assert are_equal(ends[0], ends[1]) and are_equal(ends[0], ends[2])
     assert not are_equal(ends[0], shared)
+
+
+TASK = """
+import torch
+from torch import nn
+
+from dearmpi.train.tasks.task import Task
+
+
+class Data:
+    def __len__(self):
+        return 96
+
+    def __getitem__(self, index):
+        inputs = torch.randn(5, generator=torch.Generator().manual_seed(index))
+        return inputs, inputs.sum().reshape(1).sin()
+
+
+def make(options):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 700), nn.Tanh(), nn.Linear(700, 1))
+    loss = lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1])
+    return Task("sine", model, Data(), loss, eval_data=Data(), defaults={"batch_size": 24})
+"""
+FLAGS = (
+    "--sync-every 6 --sync-after 2 --outer-lr 0.7 --outer-momentum 0.5 --sync-fragments 2 "
+    "--sync-delay 2 --sync-mix 0.5 --compress int8 --bucket-cap-mb 0.001 "
+    "--gradient-accumulation-steps 2 --max-grad-norm 0.5 --checkpoint-interval 4 --eval-interval 4"
+)
+
+
+def run_command(folder: Path, *arguments: str, ranks: int, code: int = 0) -> str:
+    """The output of `dear-train run` with all that local steps have."""
+    (folder / "sine.py").write_text(TASK)
+    command = [sys.executable, "-m", "dearmpi.cli.main", "run", "--task", "sine.py:make"]
+    ended = run_job(
+        forked([*command, *FLAGS.split(), *arguments]),
+        ranks=ranks,
+        limit_s=LIMIT_S,
+        folder=folder,
+        environment={"PYTHONPATH": str(ROOT)},
+    )
+    assert ended.returncode == code, ended.output
+    return ended.output
+
+
+def test_the_command_takes_every_flag_and_resumes(tmp_path: Path) -> None:
+    run_command(tmp_path, "--max-steps", "15", "--name", "whole", ranks=2)
+    run_command(tmp_path, "--max-steps", "9", "--name", "parts", ranks=2)
+    resume = ("--name", "parts", "--resume", "auto")
+    output = run_command(tmp_path, "--max-steps", "15", *resume, ranks=2)
+    assert "resumed at step 9" in output and "shared values" not in output
+    whole, parts = (
+        checkpoint.load(checkpoint.resolve(tmp_path / "runs" / name)) for name in ("whole", "parts")
+    )
+    assert whole.step == parts.step == 15
+    for saved, found in ((whole.model, parts.model), (whole.optimizer, parts.optimizer)):
+        for name, value in saved.items():
+            assert str(value) == str(found[name]), name
+    assert all(torch.equal(parts.model[name], value) for name, value in whole.model.items())
+    output = run_command(tmp_path, "--max-steps", "18", *resume, ranks=3)
+    assert "all ranks go on from the shared values of step 15" in output
+    assert checkpoint.load(checkpoint.resolve(tmp_path / "runs" / "parts")).step == 18
 
 
 def test_federate_is_the_same_on_two_ranks(tmp_path: Path) -> None:

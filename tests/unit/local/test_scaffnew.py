@@ -115,6 +115,42 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
     run_ranks(2, train)
 
 
+def test_on_other_ranks_control_variates_begin_anew_and_find_the_optimum() -> None:
+    """Two ranks stop in the middle of a round, and three find the optimum of three."""
+
+    def go_on(world: World, num_steps: int, state: Any = None) -> tuple[Any, Tensor, Tensor]:
+        model = Plane()
+        optimizer = Scaffnew(model.parameters(), model, lr=0.2, p=0.3, world=world)
+        if state is not None:
+            optimizer.load_state_dict(copy.deepcopy(state))
+            assert torch.equal(model.weight, state["local"]["anchor"]["weight"])
+            assert not any(control.any() for control in optimizer.controls.values())
+        for _ in range(num_steps):
+            backward(model, world.rank)
+            optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        control = optimizer.controls["weight"].clone()
+        with optimizer.at_anchor():
+            found = torch.cat([model.weight.detach(), model.bias.detach()[None]])
+        optimizer.close()
+        return saved, found.clone(), control
+
+    (state, before, _), _ = run_ranks(2, lambda world: go_on(world, 14))
+    assert state["local"]["steps_in_round"] > 0
+    with pytest.warns(UserWarning, match="control variates of 2 ranks do not fit the data of 3"):
+        resumed = run_ranks(3, lambda world: go_on(world, 600, state))
+    optimum = torch.zeros(NUM_FEATURES + 1, dtype=torch.float64)
+    total = lambda at: sum(loss_of(one, at[:-1], at[-1]) for one in range(3))  # noqa: E731
+    hessian = torch.autograd.functional.hessian(total, optimum)
+    slope = torch.autograd.functional.jacobian(total, optimum)
+    optimum = -torch.linalg.solve(hessian, slope)
+    for _, found, _ in resumed:
+        assert float((found - optimum).norm()) < 1e-4 * float((before - optimum).norm())
+    controls = torch.stack([control for *_, control in resumed])
+    assert float(controls.sum(0).abs().max()) < 1e-12 * float(controls.abs().max() + 1)
+    assert float(controls.abs().max()) > 0.1
+
+
 def test_numbers_that_are_not_finite_are_found_at_the_exchange() -> None:
     def train(world: World) -> None:
         model = Plane()
