@@ -1,6 +1,6 @@
-"""After: transformers' Trainer over MPI. mpirun -n 2 python transformers_after.py"""
+"""After: transformers' Trainer over MPI. mpirun -n 2 python transformers_after.py 2"""
 
-import os
+import sys
 import tempfile
 
 import torch
@@ -26,11 +26,11 @@ class Sums(Dataset):
         return {"input_ids": self.tokens[number], "labels": self.tokens[number]}
 
 
-def main(folder: str) -> None:
+def main(folder: str, ranks: int) -> None:
     args = TrainingArguments(
         output_dir=folder,
-        per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
-        per_device_eval_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
+        per_device_train_batch_size=8 // ranks,
+        per_device_eval_batch_size=8 // ranks,
         gradient_accumulation_steps=2,
         max_steps=12,
         learning_rate=0.01,
@@ -54,4 +54,4 @@ def main(folder: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        main(name)
+        main(name, int(sys.argv[1]))
