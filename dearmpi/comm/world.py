@@ -26,7 +26,7 @@ from typing import (
 
 import numpy as np
 
-from dearmpi.batch_shares import BatchShare
+from dearmpi.batch_shares import BatchShare, share_batch
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import Call, name_ranks
 from dearmpi.comm.api.collectives import (
@@ -39,7 +39,6 @@ from dearmpi.comm.api.collectives import (
     check_contiguous,
     even_shards,
 )
-from dearmpi.comm.messages.batch_share import share_batch
 from dearmpi.comm.messages.collective_calls import (
     Steps,
     broadcast_bytes,

@@ -3,7 +3,7 @@
 Settings of "Sparse Communication for Training Deep Networks" (arXiv 2009.09271). Coordinates are
 shared, and values are added up as a short bucket; or each rank has its own, and owners add what is
 exchanged. A share is sent of each shard, or of each parameter. Largest elements
-that all ranks send are those of the shard's owner, who alone tells the others.
+that all ranks send are those of the shard's owner, which alone tells the others.
 
 ``sparse_reduces`` chooses the sparse codec of a bucket by kind, coordinates and scope, the usual
 ones included.

@@ -181,5 +181,5 @@ class OwnedMove:
             update.set_states(self._states)
 
 
-def _filled(parcels: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
-    return [(rank, buffer) for rank, buffer in parcels if buffer.numel()]
+def _filled(buffers: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    return [(rank, buffer) for rank, buffer in buffers if buffer.numel()]

@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from dearmpi.batch_shares import faster_sizes
-from dearmpi.comm.messages.batch_share import Shares
+from dearmpi.batch_shares import Shares, faster_sizes
 from dearmpi.comm.world import World
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.train.data.data import Batches

@@ -15,7 +15,7 @@ from typing import Any, Self
 import yaml
 from torch import Tensor, nn
 
-from dearmpi.comm.messages.batch_share import Shares
+from dearmpi.batch_shares import Shares
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ConfigError, DataError, UsageError
 from dearmpi.local.local_optimizer import LocalOptimizer
