@@ -322,12 +322,19 @@ def ignored_by_ddp(module: nn.Module) -> Collection[str]:
     return found
 
 
+COMPOSABLE = "torch.distributed._composable"
+"""Where ``replicate`` and ``fully_shard`` are; imported by some frameworks, and seldom called.
+
+Tried on 2.13; nothing is called from it in a torch without.
+"""
+
+
 def composed_apis(module: nn.Module) -> Collection[str]:
     """The names of torch's composable APIs, such as ``replicate``, that ``module`` was given to.
 
     Tried on 2.13; none in a torch without this registry.
     """
-    contract = sys.modules.get("torch.distributed._composable.contract")
+    contract = sys.modules.get(f"{COMPOSABLE}.contract")
     registry = getattr(contract, "_get_registry", None)
     return () if registry is None else registry(module) or ()
 

@@ -23,9 +23,8 @@ from dearmpi.config import Buffers
 from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.engine.sync.model_tensors import model_tensors
 from dearmpi.errors import ConfigError, UsageError
-from dearmpi.torch_internals import active_ddp, composed_apis, is_flat_shard
+from dearmpi.torch_internals import COMPOSABLE, active_ddp, composed_apis, is_flat_shard
 
-_COMPOSABLE = "torch.distributed._composable"  # imported by some frameworks, and seldom called
 _ADDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -311,7 +310,7 @@ class WrapperWatch:
         """All parameters of some module are read."""
         if not self.is_on:  # replicate() may come before torch.distributed begins
             self.is_on = _is_distributed() or (
-                _COMPOSABLE in sys.modules and is_called_from(_COMPOSABLE)
+                COMPOSABLE in sys.modules and is_called_from(COMPOSABLE)
             )
 
 
