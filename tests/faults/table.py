@@ -157,8 +157,8 @@ FAULTS = (
     Fault(
         "a lane posts one operation more than its window",
         "comm/progress/lane.py",
-        "len(self.in_flight) < self.window",
-        "len(self.in_flight) <= self.window",
+        "while self.queue and len(self.in_flight) < self.window:",
+        "while self.queue and len(self.in_flight) <= self.window:",
         (f"{ENGINE}/test_order.py::test_no_more_than_the_window_is_in_flight",),
     ),
     Fault(
