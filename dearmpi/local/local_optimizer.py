@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
-from dearmpi.config import Compress, EngineConfig
+from dearmpi.config import Compress, EngineConfig, check_choice
 from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.checks import check_arguments, optimized_parameters
@@ -22,6 +22,7 @@ from dearmpi.engine.trace.spans import IterationTimes
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.guessed import LOCAL_SETTINGS, answers_guesses
 from dearmpi.local.anchor import Anchor
+from dearmpi.local.inner_state import InnerState, StateAverage
 from dearmpi.local.local_saving import LocalSaving, Merge
 from dearmpi.local.sync_settings import (
     check_mix,
@@ -76,6 +77,7 @@ class LocalOptimizer(LocalSaving):
         mix: float = 0.0,
         compress: Compress | None = None,
         sync_after: int = 0,
+        state: InnerState = "keep",
         world: World | None = None,
         config: EngineConfig | None = None,
     ) -> None:
@@ -87,12 +89,15 @@ class LocalOptimizer(LocalSaving):
         compress: of what is exchanged, as in ``EngineConfig``; None: ``int4``, for parameters in
             host memory.
         sync_after: steps at the start in which gradients are averaged as by DistributedOptimizer.
+        state: of the inner optimizer at a merge: each rank's own, or ``average``, which travels
+            whole and is waited for.
         config: other settings of the exchange.
 
         Raises ConfigError for what cannot be served, MismatchError where ranks differ.
         """
         check_arguments(inner, model, None)
         check_numbers(sync_every, sync_after, outer_lr, outer_momentum)
+        check_choice("state", state, get_args(InnerState))
         if fragments is not None or delay is not None:
             LocalSchedule(
                 sync_every, 1 if fragments is None else fragments, 0 if delay is None else delay
@@ -102,7 +107,7 @@ class LocalOptimizer(LocalSaving):
         self._optimizer, self._model = inner, model
         self.world = choose_world(world)
         given = f"LocalOptimizer({sync_every=}, {outer_lr=}, {outer_momentum=}, {fragments=}, "
-        given += f"{delay=}, {mix=}, compress={config.compress!r}, {sync_after=})"
+        given += f"{delay=}, {mix=}, compress={config.compress!r}, {sync_after=}, {state=})"
         compare_ranks(self.world, given)
         names = optimized_parameters(inner, model)
         self._trained = {name: param for param, name in names.items() if _is_number(param)}
@@ -118,6 +123,7 @@ class LocalOptimizer(LocalSaving):
         except BaseException:
             self._anchor.close()
             raise
+        self._state_average = StateAverage(self.world) if state == "average" else None
         self._controller, self.spans = self.outer._controller, self.outer.spans
         self._times = IterationTimes()
         self.compress, self.sync_after = config.compress, sync_after
@@ -132,7 +138,7 @@ class LocalOptimizer(LocalSaving):
     ) -> Self:
         """Local SGD: every ``sync_every`` steps all ranks go on from the mean of their parameters.
 
-        ``more``: ``sync_after``, ``world``, ``config`` and ``compress``.
+        ``more``: ``sync_after``, ``state``, ``world``, ``config`` and ``compress``.
         """
         for name in more:
             if name in AVERAGING and name != "compress":
@@ -250,6 +256,8 @@ class LocalOptimizer(LocalSaving):
                 self._merge()
         finally:
             self._anchor.close()
+            if self._state_average is not None:
+                self._state_average.close()
 
     def _switch(self, mode: str) -> None:
         getattr(self._optimizer, mode)()
@@ -286,6 +294,9 @@ class LocalOptimizer(LocalSaving):
         assert self._under_way is not None
         names, self._under_way = self._under_way.names, None
         self._anchor.merge(names, self.mix)
+        if self._state_average is not None:
+            params = {name: self._trained[name] for name in names}
+            self._state_average.merge(params, self._optimizer.state)
 
     def _end_dense(self) -> None:
         """From now on every rank has the whole state, and trains by itself."""
