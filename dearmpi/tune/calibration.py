@@ -67,6 +67,12 @@ class GridTimes:
         return Levels(tuple(one.costs for one in self.dimensions), self.hidden)
 
     @property
+    def fits(self) -> list[LinkFit]:
+        """Of both operations in each dimension."""
+        both = [(one.reduce_scatter, one.all_gather) for one in self.dimensions]
+        return [fit_sizes(times) for pair in both for times in pair]
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Ranks in each dimension, from inner to outer."""
         return tuple(one.num_ranks for one in self.dimensions)
@@ -137,6 +143,15 @@ class Calibration:
     def fits(self) -> tuple[LinkFit, LinkFit]:
         """Of the reduce-scatter, and of the all-gather."""
         return fit_sizes(self.reduce_scatter), fit_sizes(self.all_gather)
+
+    @property
+    def doubt(self) -> str:
+        """What is to be said of a choice by these times, a grid's included; empty for nothing."""
+        fits = [*self.fits, *(self.grid.fits if self.grid is not None else ())]
+        largest = max(fit.relative_error for fit in fits)
+        if largest <= _LARGEST_ERROR:
+            return ""
+        return f"times are up to {largest:.0%} off their line: calibrate again on an idle machine"
 
     @property
     def flaw(self) -> str | None:

@@ -123,7 +123,8 @@ def _settle_calibrated(
             topology, grid_s = name, rated_s
     flat_s = found.costs.both_alone_s(num_bytes)
     gain = GridGain("predicted", num_bytes, topology, grid_s, flat_s)
-    return replace(config, topology=topology if gain.is_enough else "flat"), str(gain)
+    told = f"{gain}; {found.doubt}" if found.doubt else str(gain)
+    return replace(config, topology=topology if gain.is_enough else "flat"), told
 
 
 def _pattern(hosts: Sequence[str]) -> list[int]:

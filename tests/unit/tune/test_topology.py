@@ -17,7 +17,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.grid import Grid
-from dearmpi.tune.calibration import DimensionTimes, GridTimes
+from dearmpi.tune.calibration import DimensionTimes, GridTimes, SizeTimes
 from dearmpi.tune.topology import settle_topology
 from tests.codes import raises
 from tests.fakes import FakeHub
@@ -196,6 +196,25 @@ def test_a_grid_is_taken_where_its_calibration_predicts_that_it_gains(
         assert gain.endswith(" and 65 ms flat")
     hub = FakeHub(4, hosts=list("aabb"))
     assert run_ranks(4, lambda world: body(world, None), hub=hub) == [("2x2", "")] * 4
+
+
+@pytest.mark.parametrize("where", ["flat", "dimension"])
+def test_a_choice_by_times_that_no_line_fits_says_so(where: str, tmp_path: Path) -> None:
+    """Times that fall as sizes grow, of either."""
+    noisy = tuple(SizeTimes(2**n, 2.0**-n, 2.0**-n) for n in (14, 17, 20))
+    good = DimensionTimes(2, exact(0.0, 1e-9), exact(0.0, 1e-9))
+    bad = DimensionTimes(2, exact(0.0, 1e-9), noisy)
+    grid = GridTimes("2x2", (good, bad if where == "dimension" else good), 1.0)
+    changes: dict[str, Any] = {"grid": grid}
+    if where == "flat":
+        changes["reduce_scatter"] = noisy
+    path = calibrated(tmp_path / "link.json", grid_beta=1e-9, **changes)
+
+    def body(world: World) -> str:
+        return settle_topology(world, EngineConfig(topology=path), num_bytes=4_000_000)[1]
+
+    for told in run_ranks(4, body, hub=FakeHub(4, hosts=list("aabb"))):
+        assert "off their line: calibrate again" in told
 
 
 @pytest.mark.parametrize(
