@@ -5,7 +5,8 @@ Usage: bin/netlab up 2 200mbit; bin/netlab run -p 2 2 python -m benchmarks.two_l
        bin/netlab run 4 python -m benchmarks.two_level --topology 2x2/1x1
 
 Reduce-scatters and all-gathers of buckets of 25 MB, two in flight, as the engine posts them: by a
-ring of all ranks, and on the grid of ``--topology``; where that has rates, without them too. Beside
+ring of all ranks, and on the grid of ``--topology``; where that has rates, without them too, and
+with each bucket evened out by itself (``uncarried``: ``--megabytes 0.25 --buckets 64``). Beside
 them all-reduces of the same buckets by the MPI library, one after the other, and by gloo, all
 posted at once as DDP does. All take turns, so that the machine's drift favours none. Prints the
 median of the slowest rank's times, and the ratios.
@@ -30,6 +31,8 @@ from dearmpi.comm.algorithms.registry import CollectiveAlgorithms, run_all
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.cuts import Cuts, even_cuts
+from dearmpi.grid import Grid
 
 Times = dict[str, list[list[float]]]
 """By name, of each half of an all-reduce or of the whole, seconds per bucket."""
@@ -51,20 +54,17 @@ def main() -> None:
     count = int(given.megabytes * 1e6 / 4 / world.size) * world.size
     buffers = [torch.zeros(count) for _ in range(given.buckets)]
     channel = world.open_channel("benchmark", window=EngineConfig().window)
-    ways = {
-        "flat": CollectiveAlgorithms("ring"),
-        **{
-            str(one): CollectiveAlgorithms("ring", grid=one)
-            for one in (replace(grid, rates=()), grid)
-        },
-    }
+    ways = ways_of(grid, [even_cuts(count, world.size)] * given.buckets)
     peers = all_reduces(world)
     times: Times = {name: [[], []] for name in ways}
     times.update({name: [[]] for name in peers})
     for number in range(given.repeats + 1):
         for name, way in ways.items():
-            for half, start in enumerate((way.start_reduce_scatter, way.start_all_gather)):
-                own = run_all(world, channel, [partial(start, one) for one in buffers])
+            pairs = list(zip(way, buffers, strict=True))
+            reduces = [partial(one.start_reduce_scatter, buffer) for one, buffer in pairs]
+            gathers = [partial(one.start_all_gather, buffer) for one, buffer in pairs]
+            for half, starts in enumerate((reduces, gathers)):
+                own = run_all(world, channel, starts)
                 if number:  # the first warms connections up
                     times[name][half].extend(world.all_reduce([own / len(buffers)], "max"))
         for name, all_reduce in peers.items():
@@ -76,6 +76,19 @@ def main() -> None:
                 times[name][0].extend(world.all_reduce([own / len(buffers)], "max"))
     leave_group(failed=False)
     report(world, channel, times, given.megabytes, num_ways=len(ways))
+
+
+def ways_of(grid: Grid, cuts: Sequence[Cuts]) -> dict[str, list[CollectiveAlgorithms]]:
+    """By name, how each bucket goes: by a ring, and on ``grid``; with rates also without them, and
+    with loads that are not carried on.
+    """
+    ring, plain = CollectiveAlgorithms("ring"), replace(grid, rates=())
+    found = {"flat": [ring] * len(cuts), str(plain): [replace(ring, grid=plain)] * len(cuts)}
+    if grid.rates:
+        by_themis = replace(ring, grid=grid)
+        found["uncarried"] = [by_themis] * len(cuts)
+        found[str(grid)] = by_themis.carrying([(one, 4) for one in cuts])
+    return found
 
 
 def all_reduces(world: World) -> dict[str, Callable[[Sequence[torch.Tensor]], None]]:
@@ -114,6 +127,8 @@ def report(
         print(f"two-level over flat: {flat / grid:.2f}")
         for themis in evened:
             print(f"Themis over flat: {flat / themis:.2f}, over two-level: {grid / themis:.2f}")
+        if evened:
+            print(f"loads carried over each bucket by itself: {evened[0] / evened[-1]:.2f}")
         best = evened[-1] if evened else grid
         for name, (peer,) in list(medians.items())[num_ways:]:
             print(f"{list(medians)[num_ways - 1]} over the all-reduce of {name}: {peer / best:.2f}")
