@@ -25,7 +25,7 @@ from dearmpi import (
     auc_of,
 )
 from dearmpi.comm.world import World
-from dearmpi.errors import CheckpointError, ConfigError
+from dearmpi.errors import CheckpointError, ConfigError, UsageError
 from dearmpi.local.area import area_under
 from dearmpi.train.tasks.auc import Scorer
 from dearmpi.train.tasks.task_registry import build_task
@@ -202,6 +202,12 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 def test_settings_without_meaning_are_refused(build: Callable[[], Any], code: str) -> None:
     with raises(ConfigError, code):
         build()
+
+
+def test_a_closure_is_refused() -> None:
+    optimizer = PrimalDual([nn.Parameter(torch.zeros(1))])
+    with raises(UsageError, "local-steps-forbid", "closure"):
+        optimizer.step(lambda: 0.0)
 
 
 def test_a_stage_begins_where_the_last_one_ended() -> None:

@@ -374,6 +374,7 @@ REFUSED: list[tuple[dict[str, Any], type[DearError], str]] = [
     ({"delay": 0, "mix": 0.5}, ConfigError, "settings-contradict"),
     ({"sync_after": -1}, ConfigError, "out-of-range"),
     ({"compress": "int3"}, ConfigError, "unknown-choice"),
+    ({"compress": "auto"}, ConfigError, "settings-contradict"),
     ({"config": EngineConfig(eager=True)}, ConfigError, "settings-contradict"),
     ({"config": EngineConfig(buffers="average")}, ConfigError, "settings-contradict"),
     ({"local_steps": 5}, ArgumentError, "unknown-argument"),
@@ -389,6 +390,8 @@ def test_settings_without_meaning_are_refused_on_all_ranks(
         model = build_model("dense")
         with raises(kind, code):
             LocalOptimizer(sgd(model.parameters()), model, world=world, **settings)
+        with raises(ConfigError, "settings-contradict", "outer_lr"):
+            LocalOptimizer.average(sgd(model.parameters()), model, world=world, outer_lr=0.5)
         LocalOptimizer.average(sgd(model.parameters()), model, world=world).close()
 
     run_ranks(2, build)
