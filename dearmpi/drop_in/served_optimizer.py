@@ -94,7 +94,8 @@ class ServedOptimizer:
                 self._twin, self._module, world=world, **models[0].settings()
             )
         if self.engine.config.gather == "gradients":
-            self.engine.keep_gradients()
+            for model in models:
+                model.keep_gradients(self.engine)
         self._show_state()
         self._before = vars(optimizer).get("step")
         vars(optimizer)["step"] = MethodType(

@@ -122,6 +122,8 @@ class ModelServing:
         self._newer: ModelServing | None = None  # another wrapper's, with the same parameters
         self._buffers_differ = True  # as far as this process knows, in a model that has some
         self._is_joined = False
+        self._lacks_gradients = False  # of parameters that the next backward leaves out
+        self._has_averaged = False  # the averager, since its gradients were last taken
         for older in KnownOptimizers.models_with(self.names):
             older.leave_to(self)
         watch_steps(self)
@@ -156,7 +158,8 @@ class ModelServing:
         if self._is_synchronizing is not self.synchronizes:
             self._switch()
         self.broadcast_buffers()
-        self._buffers_differ = self.synchronizes
+        self._buffers_differ = self._lacks_gradients = self.synchronizes
+        self._has_averaged |= self.synchronizes
 
     def broadcast_buffers(self) -> None:
         """Before a forward, those of rank 0, unless they have come since the last one (collective).
@@ -197,11 +200,19 @@ class ModelServing:
             finally:
                 self._is_joined = False
 
+    def keep_gradients(self, engine: DistributedOptimizer) -> None:
+        """Have an engine show gradients as DDP does: where parameters may be unused, on all ranks
+        what any has.
+        """
+        unused = vars(self._model).get("find_unused_parameters")
+        engine.keep_gradients(self._complete_gradients if unused else None)
+
     def average_now(self) -> None:
         """Put averaged gradients, as plain tensors, where the averager's are (collective)."""
         averager = self._averager
         if averager is None:
             return
+        self._has_averaged = False
         found = averager.gradients()
         averager.zero_grad()
         for param, name in self.names.items():
@@ -309,7 +320,7 @@ class ModelServing:
                 self._averager = DistributedOptimizer(
                     never_stepped, self._model, world=self._world, **settings
                 )
-            self._averager.keep_gradients()
+            self.keep_gradients(self._averager)
         self._is_complete = True
         self.note_storage()
 
@@ -321,9 +332,18 @@ class ModelServing:
             served.release()
         self.stop_averager()
 
+    def _complete_gradients(self) -> None:
+        """The first backward after a forward has ended (collective)."""
+        if self._lacks_gradients and not self._is_joined:
+            self._lacks_gradients = False
+            for engine in self._all_engines():
+                if engine.config.gather == "gradients":
+                    engine.complete_gradients()
+
     def _switch(self) -> None:
         self._unsynchronized.close()
-        if not self.synchronizes:
+        if not self.synchronizes and self._has_averaged:
+            self.average_now()  # what no optimizer uses, the backwards inside no_sync() add to
             for engine in self._all_engines():
                 self._unsynchronized.enter_context(engine.no_sync())
         self._is_synchronizing = self.synchronizes

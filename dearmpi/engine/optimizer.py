@@ -159,8 +159,10 @@ class DistributedOptimizer(Readings):
         names = self._built.spec.names
         return {name: found[param] for param, name in names.items() if param in found}
 
-    def keep_gradients(self) -> None:
+    def keep_gradients(self, after_backward: Callable[[], None] | None = None) -> None:
         """From now on ``param.grad`` is a gradient as with DDP: each read or change is served.
+
+        after_backward: called at the end of each backward outside ``no_sync``.
 
         Needs ``gather="gradients"``. A norm, and scaling by a number, work on shards. Every other
         use between backward and ``step`` waits for the all-gathers (collective). Gradients stay
@@ -168,7 +170,17 @@ class DistributedOptimizer(Readings):
 
         Raises UsageError with ``gather="parameters"`` or ``eager=True``.
         """
-        self._live.keep_gradients()
+        self._live.keep_gradients(after_backward)
+
+    @torch.no_grad()
+    @untraced
+    def complete_gradients(self) -> None:
+        """Show gradients of parameters that this rank's backward has not reached (collective).
+
+        Call it after a backward, once ``keep_gradients`` holds: ``param.grad`` then is the average
+        on every rank, if any rank has a gradient.
+        """
+        self._built.engine.complete_gradients()
 
     @untraced
     def synchronize(self) -> None:

@@ -383,6 +383,53 @@ def unused_parameters(job: Job) -> Trained:
     return Trained([model], [optimizer])
 
 
+def unused_parameters_clipped(job: Job) -> Trained:
+    """A layer that some ranks use, or some of the accumulated batches; its gradient is everywhere.
+
+    Nobody uses it in step 1.
+    """
+    torch.manual_seed(5)
+    model = job.wrap(Branches(), find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        uses = step != 1 and job.rank == step % job.size
+        with model.no_sync():
+            loss_of(model(job.batch(2 * step), branch=uses and step > 2)).backward()
+        loss_of(model(job.batch(2 * step + 1), branch=uses and step < 4)).backward()
+        if step % 2:
+            seen.append(-1.0 if model.module.branch.weight.grad is None else 1.0)
+            seen += [float(p.grad.sum()) for p in model.parameters() if p.grad is not None]
+        seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        optimizer.step()
+    return Trained([model], [optimizer], seen)
+
+
+def parameters_of_no_optimizer(job: Job) -> Trained:
+    """Their gradients add up until somebody clears them: all, some, or between two backwards."""
+    model = job.wrap(network())
+    head = model.module[4]
+    optimizer = torch.optim.SGD(model.module[:4].parameters(), lr=0.05)
+    seen = []
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        for micro in range(3):
+            model.require_backward_grad_sync = micro == 2 or step % 3 == 2
+            loss_of(model(job.batch(3 * step + micro))).backward()
+            if step == 5:
+                head.bias.grad = None
+                optimizer.param_groups[0]["params"][0].grad.mul_(0.5)
+        seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        if step in (3, 7):
+            head.weight.grad = None
+        if step == 8:
+            model.zero_grad()
+    seen += [float(param.grad.sum()) for param in head.parameters()]
+    return Trained([model], [optimizer], seen)
+
+
 def zero_redundancy(job: Job) -> Trained:
     """Rank 0 gets the optimizer's state."""
     model = job.wrap(network())
@@ -562,6 +609,7 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(gradients_read_and_changed, amp_and_scaler, two_optimizers, optimizers_of_parts),
         *(optimizers_by_turns, closures, moving_averages, recomputation, uneven_inputs, resume),
         *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
-        *(buffers_read_in_training, wrapped_again, moved_parameters, perturbed_parameters),
+        *(unused_parameters_clipped, parameters_of_no_optimizer, buffers_read_in_training),
+        *(wrapped_again, moved_parameters, perturbed_parameters),
     )
 }

@@ -314,14 +314,22 @@ class BucketRuntime:
     def take_replaced(self, slot: int) -> None:
         """What the script has put in a placeholder's place counts instead of the average."""
         grad = self.params[slot].grad
-        if grad is not None:
-            self._renew_placeholders(held_elsewhere(self.placeholders, [slot]))
-            if self.memory.lent:
-                whole = self.gradients.data
-                self.memory.renew()
-                self.gradients.data.copy_(whole)
+        self._renew_placeholders(held_elsewhere(self.placeholders, [slot]))
+        if self.memory.lent:
+            whole = self.gradients.data
+            self.memory.renew()
+            self.gradients.data.copy_(whole)
+        if grad is None:  # a further backprop adds to it
+            self.gradients.views[slot].zero_()
+        else:
             self.gradients.views[slot].copy_(self._usable_gradient(slot))
         self.tracker.withdraw(slot, is_missing=grad is None)
+
+    def cover(self, slot: int) -> None:
+        """Show the average of a gradient that this rank has none of."""
+        if self.params[slot].grad is None:
+            self.params[slot].grad = self.placeholders[slot]
+            self.tracker.cover(slot)
 
     def serve_placeholders(self, gradients: ReferenceType[AveragedGradients]) -> None:
         """Have all placeholders ask ``gradients``."""

@@ -29,8 +29,10 @@ TRANSITIONS: Mapping[GradState, frozenset[GradState]] = {
     ),
     GradState.NOTED: frozenset({GradState.READY, GradState.ABSENT}),
     GradState.AGAIN: frozenset({GradState.READY, GradState.EARLIER}),
-    GradState.READY: frozenset({GradState.AGAIN, GradState.IDLE}),
-    GradState.EARLIER: frozenset({GradState.READY, GradState.AGAIN, GradState.IDLE}),
+    GradState.READY: frozenset({GradState.AGAIN, GradState.ABSENT, GradState.IDLE}),
+    GradState.EARLIER: frozenset(
+        {GradState.READY, GradState.AGAIN, GradState.ABSENT, GradState.IDLE}
+    ),
     GradState.ABSENT: frozenset({GradState.READY, GradState.PENDING, GradState.IDLE}),
 }
 """From each state to which others one moment may lead."""
@@ -162,10 +164,16 @@ class GradTracker:
         self._had |= self.covered
         self.covered.clear()
 
+    def cover(self, slot: int) -> None:
+        """A placeholder stands for a gradient that other ranks have."""
+        self.covered.add(slot)
+        self.missing -= {slot}
+
     def withdraw(self, slot: int, *, is_missing: bool) -> None:
         """The script has put something else in the place of a placeholder, ``is_missing``: None."""
         self.covered.discard(slot)
         if is_missing:
+            self.states[slot] = GradState.ABSENT
             self.missing |= {slot}
         else:
             self._had.add(slot)

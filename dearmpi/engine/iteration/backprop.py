@@ -63,6 +63,11 @@ class Backprop:
             bucket.renew_placeholders()
             bucket.memory.renew()
 
+    @property
+    def synchronizes(self) -> bool:
+        """Whether gradients are reduced, outside ``no_sync``."""
+        return self._synchronizing
+
     def register_grad_ready(self, bucket: BucketRuntime, slot: int) -> None:
         """Autograd has finished the gradient of one parameter."""
         if not self._synchronizing:

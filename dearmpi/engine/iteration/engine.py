@@ -30,6 +30,7 @@ class Engine:
 
     state: what all parts share. backprop: until gradients are on their way. pipeline: from there
         on. waiting: where the main thread waits. reduced: gradients between backward and step.
+    after_backprop: called at the end of each backprop that reduces gradients.
     """
 
     is_closed = False
@@ -51,6 +52,7 @@ class Engine:
         self.reduced = ReducedGradients(state, self.backprop)
         self.joining, self.loads = state.joining, state.loads
         self.times = self.state.clock.lap()
+        self.after_backprop: Callable[[], None] | None = None
 
     @property
     def waited_s(self) -> float:
@@ -75,6 +77,18 @@ class Engine:
     @num_steps.setter
     def num_steps(self, num: int) -> None:
         self.state.num_steps = num - self.state.iteration.is_step
+
+    def begin_backprop(self) -> None:
+        """Autograd is about to accumulate the first gradient of a backprop."""
+        if self.state.keeps_gradients and not self.state.iteration.stepped:
+            self.reduced.take_changed()
+        self.backprop.begin()
+
+    def end_backprop(self) -> None:
+        """No more gradients come in a backprop, or in one inside another."""
+        self.backprop.end()
+        if self.after_backprop is not None and self.backprop.synchronizes:
+            self.after_backprop()
 
     def step(self, *, exhausted: bool = False) -> None:
         """Have every bucket updated with the options of this moment, and gathered; ``exhausted``:
@@ -236,6 +250,10 @@ class Engine:
         if conduct.gather != "gradients" or conduct.eager:
             raise usage_errors.kept_in_shards(gather=conduct.gather, eager=conduct.eager)
         self.reduced.keep()
+
+    def complete_gradients(self) -> None:
+        """Show gradients that other ranks have on this one as well (collective)."""
+        self.reduced.complete()
 
     def shards(self, unused: Unused = NONE_UNUSED) -> list[Tensor]:
         """The own shards of reduced gradients, as far as there are any, in pieces where some are

@@ -168,7 +168,8 @@ class ModelHooks:
         reads = buckets_by_module(model, places)
         named = tuple((_name_of(module, read), module) for module, read in reads.items())
         self._wrappers = wrappers = WrapperWatch()
-        backprops = _Backprops(partial(_begin, named, wrappers, backprop.begin), backprop.end)
+        begin, end = engine.begin_backprop, engine.end_backprop
+        backprops = _Backprops(partial(_begin, named, wrappers, begin), end)
         watch_calls = partial(_watch_calls, self._handles, pre_forward, wrappers, waiting.polls)
         self._compilation = CompilationWatch(
             buckets,

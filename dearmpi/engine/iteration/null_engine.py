@@ -37,6 +37,7 @@ class NullEngine:
         self.times = closed_after or IterationTimes()
         self.joining = Joining(None)
         self.loads = Loads()
+        self.after_backprop: Callable[[], None] | None = None
 
     def step(self, *, exhausted: bool = False) -> None:
         """Update."""
@@ -89,6 +90,9 @@ class NullEngine:
 
     def keep_gradients(self) -> None:
         """Gradients are the script's own."""
+
+    def complete_gradients(self) -> None:
+        """There are no other ranks."""
 
     def find_unused(self) -> Mapping[int, frozenset[int]]:
         """Nothing is left to send."""

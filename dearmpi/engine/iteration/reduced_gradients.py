@@ -85,6 +85,31 @@ class ReducedGradients:
             bucket.take_replaced(slot)
             self.changed(bucket.index, slot, "replaced")
 
+    def take_changed(self) -> None:
+        """Before a further backward: the same, unless all are cleared, which drops them."""
+        params = (param for bucket in self._state.buckets for param in bucket.params)
+        if any(param.grad is not None for param in params):
+            self.take_replaced()
+
+    def complete(self) -> None:
+        """After a backward that has left out some parameters: their averages show as well on ranks
+        that have no gradient of them, where others have one (collective).
+        """
+        state, has_begun = self._state, not self._state.iteration.stepped
+        self._backprop.end()
+        places = [(b, slot) for b in state.buckets for slot in range(len(b.params))]
+        own = [float(has_begun and b.params[slot].grad is not None) for b, slot in places]
+        with state.world.named_call("the end of a backward with unused parameters"):
+            some_begun, *some_have = state.world.all_reduce([float(has_begun), *own], "max")
+        if not some_begun:
+            return
+        if not has_begun:
+            self._backprop.begin()
+        self._backprop.finish_backward()
+        for (bucket, slot), has in zip(places, some_have, strict=True):
+            if has and slot in bucket.tracker.expected:
+                bucket.cover(slot)
+
     def hand_over(self) -> None:
         """At the end, the script gets what it has not read: gradients in place of placeholders."""
         kept = [(b, slot) for b in self._state.buckets for slot in b.kept_slots()]

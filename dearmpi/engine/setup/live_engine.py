@@ -43,6 +43,7 @@ class LiveEngine:
         self.context = context
         self._waited_before_s, self._fallbacks_before = 0.0, 0
         self._keeps_gradients = False
+        self._after_backprop: Callable[[], None] | None = None
         self._read_loss_scale: Callable[[], float] | None = None
         self._channel = ReshardingChannel(context.world)
         spec = make_spec(context, config=config, plan=plan)
@@ -117,13 +118,14 @@ class LiveEngine:
         self.built.state.adopt()
         migration.deliver(self.built)
         if self._keeps_gradients:
-            self.built.engine.keep_gradients()
+            self.keep_gradients(self._after_backprop)
         if self._read_loss_scale is not None:
             self.built.engine.follow_loss_scale(self._read_loss_scale)
 
-    def keep_gradients(self) -> None:
+    def keep_gradients(self, after_backprop: Callable[[], None] | None) -> None:
         """Serve whatever a script does to ``param.grad``, in later engines too."""
         self.built.engine.keep_gradients()
+        self.built.engine.after_backprop = self._after_backprop = after_backprop
         self._keeps_gradients = True
 
     def follow_loss_scale(self, read: Callable[[], float]) -> None:
