@@ -21,6 +21,7 @@ class Fault:
     ranks: int = 2
 
 
+LOCAL = "tests/unit/local"
 ENGINE = "tests/unit/engine"
 FAULTS = (
     Fault(
@@ -182,5 +183,41 @@ FAULTS = (
         "        os._exit(self._exit_code)\n",
         "",
         ("tests/unit/comm/test_process.py",),
+    ),
+    Fault(
+        "an exchange of local steps is waited for at its start",
+        "local/local_optimizer.py",
+        "self._under_way = Merge(names, self.num_steps + self.exchanges.delay)",
+        "self._under_way = Merge(names, self.num_steps + self.exchanges.delay); "
+        "self.outer.synchronize()",
+        (f"{LOCAL}/test_torchft.py::test_a_rank_goes_on_while_its_exchange_travels",),
+    ),
+    Fault(
+        "the outer optimizer climbs",
+        "local/anchor.py",
+        "shared[name] - values[name].to(shared[name].dtype) for",
+        "values[name].to(shared[name].dtype) - shared[name] for",
+        (f"{LOCAL}/test_torchft.py::test_ranks_train_as_torchfts_replicas",),
+    ),
+    Fault(
+        "control variates follow by the whole change",
+        "local/client_rounds.py",
+        "alpha=rule.eta / rule.lr",
+        "alpha=1 / rule.lr",
+        (f"{LOCAL}/test_client_rounds.py",),
+    ),
+    Fault(
+        "a coordinate is sent by one client too many",
+        "local/client_rounds.py",
+        "% cohort < sparsity",
+        "% cohort <= sparsity",
+        (f"{LOCAL}/test_client_rounds.py::test_masks_share_the_work",),
+    ),
+    Fault(
+        "a tie counts as a pair in order",
+        "local/area.py",
+        "(2 * below + of_negative)",
+        "(2 * below + 2 * of_negative)",
+        (f"{LOCAL}/test_auc.py::test_the_area_counts_pairs_and_half_of_ties",),
     ),
 )
