@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate
 from math import fsum, isfinite
+from numbers import Integral, Real
 from typing import Literal, Protocol
 
 from dearmpi.errors import ConfigError, MismatchError
@@ -205,6 +206,8 @@ def share_batch(
     seconds: float = 0.0,
 ) -> BatchShare:
     """This rank's share of ``batch_size`` samples; see ``World.batch_share`` (collective)."""
+    _check_types(batch_size, shares)
+    batch_size = int(batch_size)
     is_auto = isinstance(shares, str) and shares == "auto"
     weights = _weights(shares, world.size, before)
     own = json.dumps([batch_size, shares if isinstance(shares, str) else weights, weights])
@@ -238,6 +241,23 @@ def share_batch(
     if tuple(chosen) == share.sizes:
         return share
     return BatchShare(world.rank, tuple(chosen), tuple(map(float, chosen)))
+
+
+def _check_types(batch_size: object, shares: object) -> None:
+    is_number = isinstance(batch_size, Integral) and not isinstance(batch_size, bool)
+    if not is_number:
+        raise ConfigError(
+            f"batch_size is {batch_size!r}, of type {type(batch_size).__name__}; give the number "
+            "of samples over all ranks",
+            code="wrong-type",
+        )
+    is_list = isinstance(shares, Sequence) and all(isinstance(one, Real) for one in shares)
+    if not isinstance(shares, str) and not is_list:
+        raise ConfigError(
+            f"shares is {shares!r}, of type {type(shares).__name__}; give 'even', 'auto' or a list "
+            "with a number for each rank",
+            code="wrong-type",
+        )
 
 
 def _weights(shares: Shares, size: int, before: BatchShare | None) -> tuple[float, ...]:

@@ -539,6 +539,9 @@ class EngineConfig:
         for name in ("eager", "master_weights"):
             _check_type(name, getattr(self, name), bool, "True or False")
         _check_type("topology", self.topology, str, "a text such as 'hosts' or '2x4'")
+        if not self.has_weights:
+            names = "'auto', 'even', 'whole', or a list with a number for each rank"
+            _check_type("shards", self.shards, str, names)
         _check_type("window", self.window, Integral, "a whole number")
         _check_type("compress_after", self.compress_after, Integral, "a whole number")
         if self.bucket_cap_mb is not None:

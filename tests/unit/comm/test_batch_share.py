@@ -70,10 +70,14 @@ def test_rank_0_decides_by_measured_seconds_and_keeps_what_is_good() -> None:
         (8, (100, 1), "batch-too-small", ("rank 1", "0 of 8")),
         (1, "even", "batch-too-small", (1, "2 ranks")),
         (8, "most", "unknown-choice", ("most",)),
+        (8, 2, "wrong-type", (2, "int")),
+        (8, (1, "a"), "wrong-type", ("'a'",)),
+        (8, torch.ones(2), "wrong-type", ("Tensor",)),
+        (2.5, "even", "wrong-type", (2.5, "float")),
     ],
 )
 def test_shares_that_leave_a_rank_without_samples_are_refused(
-    batch_size: int, shares: Any, code: str, numbers: tuple[Any, ...]
+    batch_size: Any, shares: Any, code: str, numbers: tuple[Any, ...]
 ) -> None:
     def body(world: World) -> None:
         with raises(ConfigError, code, *numbers):

@@ -35,6 +35,8 @@ from tests.fakes.ranks import run_ranks
         ("bucket_cap_mb", "4", "a number of MiB, or None"),
         ("bucket_cap_mb", True, "a number of MiB, or None"),
         ("window", 2.5, "a whole number"),
+        ("shards", 3, "a list with a number for each rank"),
+        ("shards", torch.ones(2), "a list with a number for each rank"),
         ("check_every", "10", "a whole number, or None"),
     ],
 )

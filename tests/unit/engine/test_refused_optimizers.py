@@ -127,6 +127,30 @@ def test_an_optimizer_that_keeps_state_on_itself_is_refused_by_the_attribute(
     run_ranks(size, rank)
 
 
+class Normalizing(Plain):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        norms = [param.grad.norm() for param in params]
+        for param in params:
+            param.sub_(param.grad / sum(norms))
+
+
+@pytest.mark.parametrize("settings", [{}, {"shards": "whole"}, {"gather": "gradients"}], ids=str)
+def test_an_optimizer_that_reads_all_gradients_is_refused_with_what_a_trial_saw(
+    settings: dict[str, Any],
+) -> None:
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = Normalizing(model.parameters())
+        with raises(ConfigError, "optimizer-couples-buckets", "Normalizing", "differ"):
+            DistributedOptimizer(optimizer, model, world=world, **settings)
+
+    run_ranks(2, rank)
+
+
 @pytest.mark.parametrize("make", [FindingOut, Logging, Caching])
 def test_what_an_optimizer_keeps_on_itself_may_change_where_no_step_depends_on_it(
     make: Make,
