@@ -10,6 +10,7 @@ error feedback of the server: EF21-BC, arXiv 2110.03294).
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ _ALIGNMENT = 64  # bytes
 _LOOKED_AT = 1024  # elements
 _SPREAD = 2654435761  # a large odd number: neighbours lead to places far from each other
 _SCALE_BYTES = 2  # bf16
-_LEAST_SCALE = torch.finfo(torch.float32).tiny  # smaller ones have no finite reciprocal
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # of zeros too; smaller ones have no reciprocal
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,11 @@ class Quantizer:
             magnitudes = torch.abs(piece, out=self._scratch[: piece.numel()])
             first, rows = at // self.block, magnitudes.view(-1, self.block)
             torch.amax(rows, 1, out=largest[first : first + len(rows)])
-        wide = _rounded_up(largest.div_(self.most))
+        # Few calls: of short shards they cost as much as the numbers.
+        is_finite = math.isfinite(float(largest.sum()))  # or its sum is too large
+        wide = _rounded_up(largest.div_(self.most).clamp_(min=_LEAST_SCALE), is_finite=is_finite)
         scales.copy_(wide)
-        factors = torch.where(wide > 0, wide.reciprocal(), wide)
-        return factors[:, None], bool(torch.isfinite(wide).all())
+        return wide.reciprocal_()[:, None], is_finite
 
     def _load(self, values: Tensor) -> Tensor:
         """Values in fp32, up to the end of the last block; in scratch memory if need be."""
@@ -308,8 +310,8 @@ def _in_turns(steps: Iterator[Request | None]) -> Iterator[Request]:
             yield Completed()
 
 
-def _rounded_up(scales: Tensor) -> Tensor:
-    """``scales``, not negative, in fp32, as the next numbers of bf16; tiny ones are zero."""
-    bits = scales.view(torch.int32).add(0xFFFF).bitwise_and_(~0xFFFF)
-    up = torch.where(scales < _LEAST_SCALE, 0.0, bits.view(torch.float32))
-    return torch.where(torch.isfinite(scales), up, torch.nan)
+def _rounded_up(scales: Tensor, *, is_finite: bool) -> Tensor:
+    """``scales``, positive, in fp32, as the next numbers of bf16, in place; NaN unless finite."""
+    is_good = None if is_finite else torch.isfinite(scales)
+    scales.view(torch.int32).add_(0xFFFF).bitwise_and_(~0xFFFF)
+    return scales if is_good is None else torch.where(is_good, scales, torch.nan)
