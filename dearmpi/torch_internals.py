@@ -130,6 +130,10 @@ def without_torch_function() -> AbstractContextManager[None]:
     return context
 
 
+# Asked of a parameter's gradient where torch compiles. Tried on 2.13; assumed.
+IS_VIEW: Callable[[Tensor], bool] = Tensor._is_view
+
+
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, on a device with few kernels.
 

@@ -348,8 +348,9 @@ def compiled(job: Job) -> Trained:
         called = model if inside else torch.compile(model, backend="aot_eager")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(called(job.batch(step))).backward()
+            loss = loss_of(called(job.batch(step)))
+            optimizer.zero_grad()  # the compiler has seen the gradients of the last step
+            loss.backward()
             optimizer.step()
         trained.models.append(module)
         trained.optimizers.append(optimizer)

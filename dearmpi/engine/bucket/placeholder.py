@@ -14,11 +14,13 @@ from torch import Tensor
 from dearmpi.errors import UsageError
 from dearmpi.torch_internals import (
     CHANGES_OF_LISTS,
+    IS_VIEW,
     NORMS_OF_LISTS,
     make_subclass,
     without_torch_function,
 )
 
+# The compiler looks at the gradients that parameters have, and at the base of one that is a view.
 _HARMLESS = frozenset(
     getattr(Tensor, name).__get__
     for name in (
@@ -27,7 +29,7 @@ _HARMLESS = frozenset(
     )
 ) | frozenset(
     (Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size)
-    + (Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__)
+    + (Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__, Tensor.__hash__, IS_VIEW)
 )
 
 # Norms of all elements: the keyword of their type, and the types that are such a norm.
