@@ -119,6 +119,40 @@ def test_training_equals_one_process_and_state_is_sharded(world: World, name: st
     assert kept == kinds
 
 
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("name", ["soap", "shampoo", "lamb", "adafactor"])
+def test_the_state_of_owners_goes_on_in_the_plain_optimizer(world: World, name: str) -> None:
+    """On one process, by ``state_dict()``, as that of ranks that go on together."""
+    (make,), _ = CASES[name]
+    model, alone = build(), build()
+    optimizer = DistributedOptimizer(make(list(model.parameters())), model, world=world)
+    share = world.batch_share(BATCH_SIZE)
+    generator = torch.Generator().manual_seed(7)
+    plain: Optimizer | None = None
+    for step in range(2 * NUM_STEPS):
+        if step == NUM_STEPS:
+            optimizer.synchronize()
+            alone.load_state_dict(model.state_dict())
+            plain = make(list(alone.parameters()))
+            plain.load_state_dict(optimizer.state_dict())
+        inputs = torch.randn(BATCH_SIZE, WIDTH, generator=generator, dtype=torch.float64)
+        targets = inputs.roll(1, 1).sin()
+        optimizer.zero_grad()
+        part = slice(share.start, share.stop)
+        loss = nn.functional.mse_loss(model(inputs[part]), targets[part])
+        torch.autograd.backward(share.weight * loss)
+        optimizer.step()
+        if plain is not None:
+            plain.zero_grad()
+            torch.autograd.backward(nn.functional.mse_loss(alone(inputs), targets))
+            plain.step()
+    optimizer.synchronize()
+    found, expected = dict(model.named_parameters()), dict(alone.named_parameters())
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-10, atol=1e-12)
+    optimizer.close()
+
+
 @pytest.mark.parametrize(
     ("name", "code"), [("Prodigy", "optimizer-couples-buckets"), ("SophiaH", "trial-step-failed")]
 )
