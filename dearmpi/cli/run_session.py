@@ -9,6 +9,7 @@ from dearmpi.cli.console import Console
 from dearmpi.cli.console_listener import ConsoleListener, describe_outcome, describe_stop
 from dearmpi.cli.endings import RankLog
 from dearmpi.comm.world import World
+from dearmpi.config import LEAST_COMPRESSED
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.engine.setup.self_planning import MOST_STEPS, NUM_PROFILED, NUM_WARMUP
 from dearmpi.local.local_optimizer import LocalOptimizer
@@ -116,7 +117,7 @@ def describe_start(
             f"communication: schedule {job.optimizer.schedule.name}, gather {settings.gather}, "
             f"reduce-scatter {settings.reduce_scatter}, "
             f"{_describe_topology(job)}"
-            f"{count_text(num_buckets, 'bucket')}, "
+            f"{count_text(num_buckets, 'bucket')}, {_describe_compression(job)}"
             f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
             "hidden: share of it that computation covered"
         )
@@ -137,6 +138,23 @@ def describe_start(
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")
     return [*lines, f"run folder: {folder}"]
+
+
+def _describe_compression(job: Job) -> str:
+    """How many buckets are large and wide enough for the codec, if there is one for buckets."""
+    name = job.optimizer.config.compress
+    if name in ("none", "auto") or job.local is not None:  # which sends fragments
+        return ""
+    num = sum(
+        bucket.trained
+        and bucket.dtype in ("float32", "float64")
+        and bucket.padded_numel >= LEAST_COMPRESSED
+        for bucket in job.optimizer.layout
+    )
+    told = f"compress {name} of {num} of them"
+    if num:
+        return f"{told}, "
+    return f"{told}, since none has {LEAST_COMPRESSED:,} elements of fp32 or fp64, "
 
 
 def _describe_topology(job: Job) -> str:

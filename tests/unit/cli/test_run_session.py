@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from torch import nn
 
+from dearmpi.cli import run_session as starting
 from dearmpi.cli.endings import rank_log
 from dearmpi.cli.run_session import describe_start, run_session
 from dearmpi.comm.world import World
@@ -372,16 +374,21 @@ def test_ranks_with_other_arguments_learn_both_values(task_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("settings", "told"),
     [
-        ("2x2", "ring, topology 2x2, 2 buckets"),
-        ("hosts", "topology hosts is 2x2, "),
-        ("auto", r"topology auto is (2x2|flat) \(measured: .* ms by 2x2, and .* ms flat\), "),
-        ("flat", "ring, 2 buckets"),
+        ({"topology": "2x2"}, "ring, topology 2x2, 2 buckets"),
+        ({"topology": "hosts"}, "topology hosts is 2x2, "),
+        (
+            {"topology": "auto"},
+            r"topology auto is (2x2|flat) \(measured: .* ms by 2x2, and .* ms flat\), ",
+        ),
+        ({"topology": "flat"}, "ring, 2 buckets, progress"),
+        ({"compress": "int8"}, "2 buckets, compress int8 of 0 of them, since none has 65,536 "),
+        ({"compress": "int8", "least": 1}, "2 buckets, compress int8 of 2 of them, progress"),
     ],
 )
-def test_the_start_names_the_grid_in_use(
-    asked: str, told: str, task_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_start_names_the_grid_and_the_codec_in_use(
+    settings: dict[str, Any], told: str, task_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(spec: str, options: Mapping[str, str]) -> Task:
         task = build_task(spec, options)
@@ -390,9 +397,12 @@ def test_the_start_names_the_grid_in_use(
         return task
 
     monkeypatch.setattr(session, "build_task", build)
+    given = dict(settings)
+    if "least" in given:
+        monkeypatch.setattr(starting, "LEAST_COMPRESSED", given.pop("least"))
 
     def work(world: World) -> str:
-        values = {"task": f"{task_file}:make", "topology": asked, "progress": "poll"}
+        values = {"task": f"{task_file}:make", "progress": "poll", **given}
         opened = open_session(world, [make_source("flag", values)])
         lines = describe_start(opened.job, opened.threads, opened.device, task_file)
         opened.job.optimizer.close()
