@@ -16,7 +16,7 @@ from torch import nn
 import dearmpi
 from dearmpi.comm.backends.alone import AloneCollectives
 from dearmpi.comm.world import World
-from dearmpi.errors import ConfigError, MismatchError, NonFiniteLossError, UsageError
+from dearmpi.errors import ArgumentError, ConfigError, MismatchError, NonFiniteLossError, UsageError
 from dearmpi.report.page.report import write_report
 from dearmpi.report.read.trace import read_traces
 from dearmpi.train.checkpoint.inspection import export
@@ -385,7 +385,22 @@ for _ in range(int(sys.argv[1])):
 """
 
 
-@pytest.mark.parametrize(("num_steps", "expected"), [(9, {3, 4, 5}), (4, {3, 4})])
+def test_what_is_no_optimizer_or_no_loss_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    inner: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong in (inner, [inner], []):
+        with raises(ConfigError, "wrong-type", "DistributedOptimizer(optimizer, model)"):
+            dearmpi.Run(tmp_path / "a", model, wrong)
+    optimizer = dearmpi.DistributedOptimizer(inner, model)
+    wrong_losses: list[Any] = ["x", torch.ones(2), None]
+    with dearmpi.Run(tmp_path / "a", model, optimizer) as run:
+        for wrong in wrong_losses:
+            with raises(ArgumentError, "wrong-type", "give run.log"):
+                run.log(wrong)
+        assert run.step == 0
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(9, {3, 4, 5}), (4, {3, 4}), (2, set())])
 def test_a_script_is_traced_by_a_variable_alone(
     tmp_path: Path, num_steps: int, expected: set[int]
 ) -> None:
@@ -399,12 +414,15 @@ def test_a_script_is_traced_by_a_variable_alone(
     command = forked([sys.executable, script, str(num_steps)])
     ended = run_job(command, ranks=2, limit_s=120, environment=environment)
     assert ended.returncode == 0, ended.output
+    if not expected:
+        assert "DEAR_TRACE is 3:6, but the script took 2 steps" in ended.output
+        return
+    assert f"iterations 3 to {max(expected)} are recorded in" in ended.output
     traces = read_traces(tmp_path / "traced").traces
     assert len(traces) == 2
     for trace in traces:
         forwards = [event for event in trace.events if str(event["name"]).startswith("F ")]
         assert {event["args"]["iteration"] for event in forwards} == expected
     if num_steps == 9:
-        assert "iterations 3 to 5 are recorded in" in ended.output
         page = write_report(tmp_path / "traced", tmp_path / "page").page
         assert page.exists()

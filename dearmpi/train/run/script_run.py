@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dearmpi.batch_shares import Shares
 from dearmpi.engine.optimizer import DistributedOptimizer
-from dearmpi.errors import ConfigError, DataError, UsageError
+from dearmpi.errors import ArgumentError, ConfigError, DataError, UsageError
 from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.report.read.pace import SlowRanks, StragglerWatch
 from dearmpi.train.data.data import Batches, RankShares, StepSampler
@@ -246,7 +246,8 @@ class Run:
         loss: this rank's; rows have the mean over ranks. num_samples: of the step, over all ranks;
         those of ``sampler`` are known. metrics: further columns, with rank 0's values.
 
-        Raises NonFiniteLossError on all ranks, at most a step later, if a loss is not finite.
+        Raises NonFiniteLossError on all ranks, at most a step later, if a loss is not finite, and
+        ArgumentError for one that is no number.
         """
         steps = self._running()
         self._check_names(metrics)
@@ -254,8 +255,7 @@ class Run:
         save_due = self._save_every_s is not None and steps.since_save_s >= self._save_every_s
         if not num_samples and self._sampler is not None:
             num_samples = self._sampler.batches.batch_size
-        own = loss.detach() if isinstance(loss, Tensor) else loss
-        steps.end(float(own), num_samples=num_samples, row_due=row_due)
+        steps.end(_number_of(loss), num_samples=num_samples, row_due=row_due)
         if self._balance is not None:
             self._balance.note(self._balance.batches.batch_size, steps.own_s)
         self._last, self._last_lr = metrics, self._lr
@@ -411,13 +411,35 @@ class Run:
         return plain, tensors
 
 
+def _number_of(loss: Tensor | float) -> float:
+    try:
+        return float(loss.detach() if isinstance(loss, Tensor) else loss)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        raise ArgumentError(
+            f"loss is {type(loss).__name__}{shape}, and no number; give run.log() this rank's "
+            "mean loss of the step",
+            code="wrong-type",
+        ) from None
+
+
 def _apart(
     optimizer: DistributedOptimizer | LocalOptimizer | Sequence[DistributedOptimizer],
 ) -> tuple[DistributedOptimizer | LocalOptimizer, tuple[DistributedOptimizer, ...]]:
-    """The first optimizer, and the others. Raises ConfigError for local steps beside others."""
+    """The first optimizer, and the others. Raises ConfigError for local steps beside others, and
+    for what is no optimizer of dearmpi.
+    """
     if isinstance(optimizer, (DistributedOptimizer, LocalOptimizer)):
         return optimizer, ()
-    first, *others = optimizer
+    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    kinds = [type(one).__name__ for one in given if not isinstance(one, DistributedOptimizer)]
+    if not given or set(kinds) - {LocalOptimizer.__name__}:
+        raise ConfigError(
+            f"optimizer is {' and '.join(kinds) or 'empty'}, not DistributedOptimizer; give "
+            "dearmpi.DistributedOptimizer(optimizer, model), or several of these",
+            code="wrong-type",
+        )
+    first, *others = given
     if any(isinstance(one, LocalOptimizer) for one in (first, *others)):
         raise ConfigError(
             f"one of {1 + len(others)} optimizers is a LocalOptimizer, which Run serves alone; "

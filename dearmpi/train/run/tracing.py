@@ -215,7 +215,7 @@ def trace_next_optimizer() -> None:
 
 def stop_tracing(optimizer: DistributedOptimizer) -> None:
     """Record ``optimizer`` no more, since something else does."""
-    if (tracing := _traced.get(optimizer)) is not None:
+    if (tracing := _traced.pop(optimizer, None)) is not None:
         tracing.close()
 
 
@@ -235,12 +235,26 @@ def _begin_tracing(optimizer: DistributedOptimizer, model: nn.Module) -> None:
         num_steps += 1
         if num_steps <= stop:
             tracing.begin_iteration(num_steps + 1)
-        if num_steps == stop and optimizer.world.is_root:
-            print(
-                f"dearmpi: iterations {start} to {stop - 1} are recorded in {folder.trace}; "
-                f"dear-train report {folder.path} draws one",
-                file=sys.stderr,
-            )
+        if num_steps == stop:
+            tell()
+
+    def tell() -> None:
+        if not optimizer.world.is_root or optimizer not in _traced:
+            return
+        last = min(num_steps, stop - 1)
+        print(
+            f"dearmpi: iterations {start} to {last} are recorded in {folder.trace}; "
+            f"dear-train report {folder.path} draws one"
+            if last >= start
+            else f"dearmpi: warning: {VARIABLE} is {start}:{stop}, but the script took {num_steps} "
+            "steps, so nothing is recorded; name earlier ones, counted from 1 in each job",
+            file=sys.stderr,
+        )
+
+    def end() -> None:
+        tracing.close()
+        if num_steps < stop:
+            tell()
 
     optimizer.register_step_post_hook(after_step)
-    atexit.register(tracing.close)
+    atexit.register(end)
