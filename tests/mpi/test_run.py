@@ -20,6 +20,7 @@ from tests.job import Ended, Job, clean_environment, run_job
 
 pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
 
+NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch is too old")
 ROOT = Path(dearmpi.__file__).parents[1]
 LIMIT_S = 90.0  # below the limit of a test, so that a job that hangs is shown
 END_S = 10.0  # how long a job may go on after one of its ranks has failed
@@ -47,6 +48,17 @@ class Data:
         if index == self.bad:
             raise OSError("the disk has a hole here")
         return torch.full((3,), index / 64), torch.tensor([index / 64])
+
+
+class Normed(torch.optim.SGD):
+    # Its step of a tensor has length lr: it needs whole tensors.
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    weight.grad /= weight.grad.norm() + 1e-9
+        return super().step(closure)
 
 
 def make(options):
@@ -146,6 +158,30 @@ def test_what_all_ranks_refuse_is_told_once(
     assert message in line and line.startswith("dear-train: error: ")
     assert "Traceback" not in ended.output and "Abort" not in ended.output
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "within"),
+    [
+        ("line.py:Normed", 1e-5),
+        pytest.param("Muon", 0.02, marks=NEEDS_MUON),  # whose products are in bf16
+    ],
+)
+def test_whole_tensor_optimizers_and_batch_shares_train_as_one_rank_does(
+    folder: Path, optimizer: str, within: float
+) -> None:
+    losses = {}
+    for ranks, shares in (1, "even"), (2, "2,1"):
+        ended = launch(
+            folder,
+            *("--name", str(ranks), "--log-interval", "2", "--batch-size", "15", "--lr", "0.01"),
+            *("--optimizer", optimizer, "--batch-shares", shares),
+            ranks=ranks,
+        )
+        assert ended.returncode == 0, ended.output
+        losses[ranks] = [row.loss or 0.0 for row in metrics.read(folder / "runs" / str(ranks))]
+    assert losses[2] == pytest.approx(losses[1], rel=within) and len(losses[2]) == 4
+    assert losses[2][-1] < 0.8 * losses[2][0]
 
 
 def test_workers_load_the_same_samples_and_are_gone_at_the_end(folder: Path) -> None:

@@ -164,6 +164,8 @@ def _warn_of_largest(costs: Mapping[str, float], size: int) -> None:
     if share > _MOST_SHARE:
         warnings.warn(
             f"the update of {largest} is {100 * share:.0f} % of all, and its owner makes it alone: "
-            f"it takes at least {owner_bound(costs, size):.2f} times the mean of {size} ranks",
+            f"it takes at least {owner_bound(costs, size):.2f} times the mean of {size} ranks. "
+            "Give it to an optimizer that works element by element, as AdamW does, "
+            "or divide the layer",
             stacklevel=9,
         )

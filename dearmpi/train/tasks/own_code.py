@@ -59,7 +59,7 @@ def find_own(name: str, *, noun: str, renew: bool = False) -> Callable[..., Any]
     if found is not None:
         raise TaskError(
             f"{label}: {attribute} in {module.__file__} is "
-            f"{article(type(found).__name__)}, not a function",
+            f"{article(type(found).__name__)}, not a function or class",
             code="task-invalid",
         )
     own = [
@@ -68,7 +68,8 @@ def find_own(name: str, *, noun: str, renew: bool = False) -> Callable[..., Any]
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
     raise TaskError(
-        f"{label}: {module.__file__} has no function {attribute!r}{known_names(attribute, own)}",
+        f"{label}: {module.__file__} has no function or class {attribute!r}"
+        f"{known_names(attribute, own)}",
         code="unknown-choice",
     )
 
