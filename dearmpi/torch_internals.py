@@ -201,6 +201,16 @@ def without_modes() -> Iterator[None]:
         yield
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """What transforms of ``torch.func`` have wrapped in ``tensor``; else ``tensor`` itself.
+
+    Tried on 2.13; assumed.
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def is_profiling() -> bool:
     """Whether torch's profiler is on, in any thread. Tried on 2.11, 2.13, 2.15; assumed."""
     return bool(profiler._is_profiler_enabled)

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.errors import MismatchError, UsageError
+from dearmpi.torch_internals import unwrapped, without_modes
 from dearmpi.tune.layer_passes import OwnHook
 
 
@@ -63,7 +64,13 @@ class Checks:
 
 
 def _has_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and bool(torch.isnan(tensor).any())
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    with without_modes():  # the modes of torch.vmap and of a fake forward let no number be read
+        values = unwrapped(tensor)
+        # A subclass may have no values, or exchange something to compute.
+        has_values = type(values) in (Tensor, nn.Parameter) and not values.is_meta
+        return has_values and values.layout is torch.strided and bool(torch.isnan(values).any())
 
 
 def _tensors(value: Any) -> list[Tensor]:
