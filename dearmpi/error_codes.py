@@ -112,6 +112,9 @@ object-not-read
 read-of-stale-parameter
     A forward read a parameter that was perhaps still being gathered, past its module.
     Read the parameter as an attribute of its module, or call `optimizer.synchronize()` first.
+parameter-written-too-early
+    A script changed a parameter in place after `step()`, while its new value was under way.
+    Call `optimizer.synchronize()` first, or take the parameter from its module at that moment.
 join-misused
     `join()` was nested, left before `step()`, or used with what a rank without batches cannot do.
     Call `step()` before the block ends, and use only what the message allows inside `join()`.

@@ -41,6 +41,14 @@ computed_unread = Misuse(
     code="read-of-stale-parameter",
 )
 
+# The update may come before the change or after it, and on each rank otherwise.
+written_early = Misuse(
+    "parameter {name} was changed in place after step() and before the new value was waited for: "
+    "one of the two changes is lost. Call optimizer.synchronize() after step(), or take the "
+    "parameter from its module or model.parameters() at that moment: these wait",
+    code="parameter-written-too-early",
+)
+
 # The parameters are NaN on purpose.
 read_in_step = Misuse(
     "a signal handler or a finalizer reads parameters in the middle of step(), where "

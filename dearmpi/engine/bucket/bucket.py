@@ -29,7 +29,7 @@ from dearmpi.engine.bucket.placeholder import (
     held_elsewhere,
 )
 from dearmpi.plan.data.layout import Bucket, BucketLayout
-from dearmpi.torch_internals import copy_each
+from dearmpi.torch_internals import copy_each, version_of
 
 
 class BucketState(Enum):
@@ -126,6 +126,7 @@ class BucketRuntime:
         self.loss_scale = 1.0
         self.pending = self.unread = False
         self.unread_slots: frozenset[int] = frozenset()
+        self._versions: list[tuple[nn.Parameter, int]] = []  # of what the last update changes
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
         self.tracker = GradTracker(spec.names, quiet=quiet)
@@ -364,6 +365,17 @@ class BucketRuntime:
         if missing:
             changed = [param for slot, param in enumerate(changed) if slot not in missing]
         torch.autograd.graph.increment_version(changed)
+        self._versions = [(param, version_of(param)) for param in changed]
+
+    def find_written(self) -> str:
+        """The name of a parameter that was changed in place since ``invalidate_params``; empty if
+        none was.
+        """
+        written = next((param for param, at in self._versions if version_of(param) != at), None)
+        if written is None:
+            return ""
+        names = zip(self.params, self.spec.names, strict=True)
+        return next(name for param, name in names if param is written)
 
     def find_cleared(self) -> str:
         """The name of a parameter whose placeholder somebody else took away; empty if none is gone.

@@ -142,7 +142,8 @@ class Engine:
             self.waiting.until_finished()
             self._comm_stream.make_current_wait()
             for bucket in self._buckets:
-                bucket.unread = False
+                if bucket.unread:
+                    self.waiting.note_read(bucket)
         elif self._eager:
             raise usage_errors.synchronized_before_step()
 

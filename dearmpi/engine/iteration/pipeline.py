@@ -308,9 +308,18 @@ class Waiting:
                     continue  # it stays unread
                 self._refuse_endless()
                 self.until(bucket.is_current, f"the parameters of bucket {bucket.index}")
-            bucket.unread = False
+            if bucket.unread:
+                self.note_read(bucket)
             if bucket.mark is not None and self._comm_stream.await_mark(bucket.mark):
                 bucket.mark = None
+
+    def note_read(self, bucket: BucketRuntime) -> None:
+        """The parameters are current, and read. Raises UsageError where the script had written into
+        what the step was about to change.
+        """
+        bucket.unread = False
+        if name := bucket.find_written():
+            raise usage_errors.written_early(name)
 
     def poll(self) -> None:
         """A moment in which communication may go on."""

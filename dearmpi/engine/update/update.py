@@ -156,8 +156,9 @@ def cut(state: Mapping[str, Any], values: Tensor, start: int, stop: int) -> dict
 class WholeUpdate:
     """The optimizer on a bucket's whole parameters, from averaged gradients.
 
-    It works on aliases that share the parameters' memory: the main thread may clear ``param.grad``
-    at any time.
+    It works on aliases that share the parameters' memory, since the main thread may clear
+    ``param.grad`` at any time. They do not share torch's count of changes, which then counts those
+    of the script.
 
     slots: of the parameters that it updates; all of the bucket.
     """
@@ -181,7 +182,7 @@ class WholeUpdate:
         self._masters: dict[int, MasterCopy] = {}
         for slot in self.slots:
             param = bucket.params[slot]
-            alias = param.detach()
+            alias = param.data
             if (master := masters.copy_of(alias, shown=bucket.shown_of(slot))) is not None:
                 self._masters[slot] = master
                 alias = master.values

@@ -265,6 +265,53 @@ def test_a_forward_past_the_modules_is_refused_unless_it_is_synchronized(
     run_ranks(2, rank)
 
 
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("reader", ["forward", "state_dict", "synchronize"])
+def test_a_parameter_written_before_its_new_value_has_come_is_refused(
+    gather: Gather, eager: bool, reader: str
+) -> None:
+    """As by those who clip weights through a list made before the loop."""
+
+    def rank(world: World) -> None:
+        model = nn.Linear(4, 3)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model,
+            world=world,
+            gather=gather,
+            eager=eager,
+        )
+        params = list(model.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+        for wait in (optimizer.synchronize, lambda: model.weight, lambda: next(model.parameters())):
+            step()
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            step()
+            wait()
+            with torch.no_grad():
+                params[0].clamp_(-1.5, 1.5)
+            read = model.state_dict()
+            assert torch.equal(read["weight"], (before["weight"] - 2.0).clamp(-1.5, 1.5))
+        step()
+        with torch.no_grad():
+            params[1].clamp_(-1.5, 1.5)
+        readers: dict[str, Callable[[], object]] = {
+            "forward": lambda: model(torch.ones(2, 4)),
+            "state_dict": model.state_dict,
+            "synchronize": optimizer.synchronize,
+        }
+        with raises(UsageError, "parameter-written-too-early", "bias", "optimizer.synchronize()"):
+            readers[reader]()
+
+    run_ranks(2, rank)
+
+
 def test_a_graph_that_was_not_used_before_the_step_is_no_reading_of_old_values() -> None:
     def rank(world: World) -> None:
         heads = [nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)]
