@@ -142,6 +142,9 @@ gradient-in-reduction
 beyond-half-precision
     A gradient or parameter is beyond the range of fp16, in which it travels.
     Use `comm_dtype="bf16"`, or `dearmpi.GradScaler`, which skips such steps.
+optimizer-step-failed
+    The wrapped optimizer's own `step()` raised an exception on the progress thread.
+    Correct what the traceback names, and start the job again from a checkpoint.
 several-devices
     The optimizer's parameters lie on more than one device.
     Move the whole model to one device, and start one rank for each device.

@@ -104,16 +104,17 @@ class CommError(DearError, RuntimeError):
 
     exit_code = 8
 
+    def __init__(
+        self, message: str = "", *, code: str = UNNAMED, exit_code: int | None = None
+    ) -> None:
+        """exit_code: that of what ended a rank or an operation, where it has one of its own."""
+        super().__init__(message, code=code)
+        if exit_code is not None:
+            self.exit_code = exit_code
+
 
 class StallError(CommError):
     """An operation made no progress within its time limit."""
-
-    def __init__(
-        self, message: str = "", *, code: str = UNNAMED, exit_code: int = CommError.exit_code
-    ) -> None:
-        """exit_code: that of a rank which an exception has ended while others wait for it."""
-        super().__init__(message, code=code)
-        self.exit_code = exit_code
 
 
 class ReplicaMismatchError(CommError, MismatchError):

@@ -184,7 +184,7 @@ def failures_of(device: Device) -> Iterator[None]:
             code="device-memory-full",
         ) from error
     except RuntimeError as error:
-        if not _is_of_device(error):
+        if not is_of_device(error):
             raise
         said = str(error).partition("\n")[0]  # what follows is advice on debugging kernels
         raise CommError(
@@ -194,8 +194,10 @@ def failures_of(device: Device) -> Iterator[None]:
         ) from error
 
 
-def _is_of_device(error: RuntimeError) -> bool:
+def is_of_device(error: Exception) -> bool:
     """Whether torch raises ``error`` for a device; older torch has no type of its own."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
     kind = getattr(torch, "AcceleratorError", None)
     if kind is None:
         return type(error) is RuntimeError and str(error).startswith("CUDA error")

@@ -282,7 +282,10 @@ class Progress:
         reason = str(error) if isinstance(error, DearError) else described
         kind = type(error) if isinstance(error, CommError) else CommError
         code = error.code if isinstance(error, DearError) else "operation-failed"
-        failure = kind(f"{self._origin}: {what} failed: {reason}", code=code)
+        exit_code = error.exit_code if isinstance(error, DearError) else None
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            exit_code = error.code or None
+        failure = kind(f"{self._origin}: {what} failed: {reason}", code=code, exit_code=exit_code)
         failure.__cause__ = error
         self._failure = failure
         self._wake_all()

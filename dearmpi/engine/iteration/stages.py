@@ -17,7 +17,7 @@ from dearmpi.device.comm_stream import HostCommStream
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.codec.codec import Codec, compresses
 from dearmpi.engine.iteration.engine_state import EngineState
-from dearmpi.engine.update.update import Update
+from dearmpi.engine.update.update import Update, failures_of_step
 from dearmpi.plan.data.layout import Bucket
 from dearmpi.plan.data.schedule import Stage
 
@@ -166,7 +166,7 @@ class UpdateStage(StageOperation):
 
         def step() -> None:
             begin_s = time.perf_counter()
-            with self._state.spans.update(bucket.spec):
+            with self._state.spans.update(bucket.spec), failures_of_step():
                 self._update.step(options, unused)
             if self._is_on_host:
                 took_s = time.perf_counter() - begin_s

@@ -7,8 +7,10 @@ its own: over this rank's shard (``ShardUpdate``), over the bucket's whole param
 
 from __future__ import annotations
 
+import traceback
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.api.collectives import Completed, Request
+from dearmpi.device.accelerator import is_of_device
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.update.master import MASTER, OWED, SHOWN, MasterCopy, MasterRule
+from dearmpi.errors import DearError
 from dearmpi.torch_internals import plain_step, version_of
 
 Options = Sequence[Mapping[str, Any]]
@@ -102,6 +106,24 @@ def step_on(
     for tensor in given:
         tensor.requires_grad_(False)
         tensor.grad = None
+
+
+@contextmanager
+def failures_of_step() -> Iterator[None]:
+    """Raise DearError for what the optimizer's own code raises inside, which is no failure of
+    communication. Those of this package and of devices stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, DearError) or is_of_device(error):
+            raise
+        raised = "".join(traceback.format_exception_only(error)).strip()
+        raise DearError(
+            f"the optimizer's step raised {raised}; correct what the traceback names, and start "
+            "the job again from a checkpoint",
+            code="optimizer-step-failed",
+        ) from error
 
 
 def is_changed_by(act: Callable[[], object], tensors: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.comm.progress.lane import Work
 from dearmpi.comm.progress.progress import Progress
 from dearmpi.config import ProgressMode
-from dearmpi.errors import CommError, ConfigError, StallError
+from dearmpi.errors import CommError, ConfigError, DeviceError, StallError, WireRangeError
 from tests.codes import raises
 from tests.unit.comm.progress.works import (
     LIMIT_S,
@@ -85,6 +85,28 @@ def test_a_failure_is_raised_by_whoever_polls(make_work: Callable[[], Work]) -> 
         progress.poll()
     with raises(CommError, "operation-failed", "RS7"):
         progress.wait_until(lambda: False, what="never")
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (DeviceError("no room", code="device-memory-full"), DeviceError.exit_code),
+        (WireRangeError("too large", code="beyond-half-precision"), WireRangeError.exit_code),
+        (SystemExit(5), 5),
+        (OSError("wire cut"), CommError.exit_code),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_failure_keeps_the_exit_status_of_its_cause(
+    threaded: Progress, error: BaseException, exit_code: int
+) -> None:
+    def finish() -> None:
+        raise error
+
+    threaded.submit(threaded.open_lane("update", window=1), Work("it", Completed, finish))
+    with pytest.raises(CommError) as caught:
+        threaded.wait_until(lambda: False, what="never")
+    assert caught.value.exit_code == exit_code
 
 
 def exit_in_finish() -> Work:
