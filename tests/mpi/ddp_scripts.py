@@ -407,6 +407,26 @@ def unused_parameters_clipped(job: Job) -> Trained:
     return Trained([model], [optimizer], seen)
 
 
+def frozen_with_gradients(job: Job) -> Trained:
+    """What is frozen goes on with its last gradient until that is cleared, used or not."""
+    torch.manual_seed(5)
+    model = job.wrap(Branches(), find_unused_parameters=True, bucket_cap_mb=0.0001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    seen = []
+    for step in range(2 * STEPS):
+        if step not in (3, 4, 7):
+            optimizer.zero_grad(set_to_none=step > 5)
+        loss_of(model(job.batch(step), branch=step != 4)).backward()
+        if step in (4, 7):
+            seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        optimizer.step()
+        if step in (2, 8):
+            frozen = (*model.module.branch.parameters(), next(model.module.layers.parameters()))
+            for param in frozen:
+                param.requires_grad_(step == 8)
+    return Trained([model], [optimizer], seen)
+
+
 def parameters_of_no_optimizer(job: Job) -> Trained:
     """Their gradients add up until somebody clears them: all, some, or between two backwards."""
     model = job.wrap(network())
@@ -611,6 +631,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(optimizers_by_turns, closures, moving_averages, recomputation, uneven_inputs, resume),
         *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
         *(unused_parameters_clipped, parameters_of_no_optimizer, buffers_read_in_training),
-        *(wrapped_again, moved_parameters, perturbed_parameters),
+        *(wrapped_again, moved_parameters, perturbed_parameters, frozen_with_gradients),
     )
 }

@@ -84,6 +84,8 @@ class BucketRuntime:
         one over. So ``step`` waits.
     mark: on a device, the event for which the stream of a reader waits; None once it has passed.
     placeholders: what each parameter has for its gradient while that is under way.
+    frozen_kept: frozen slots with a gradient that the script has not cleared, at the start of an
+        iteration: as in torch, steps go on using it. None where gradients end with the step.
     held_on: on a device, the stream that made the gradients which are taken and not stored yet.
     shown: of compressed parameters, what replicas show of the own shard; None of others.
     owed: averages that ranks had not sent, for the next step: of the own shard, or with
@@ -141,6 +143,7 @@ class BucketRuntime:
             self._move_parameters(self.parameters)
         self._addresses = [param.data_ptr() for param in self.params]
         self._lacking: list[int] = []
+        self.frozen_kept: list[int] = []
         self._served_by: ReferenceType[AveragedGradients] | None = None
         self.placeholders = tuple(
             GradPlaceholder.of(param, name)
@@ -201,13 +204,21 @@ class BucketRuntime:
 
     def expect_gradients(self, *, quietly: bool) -> bool:
         """Start an iteration, in which the gradients of all parameters that require grad now are
-        expected; True if there are any.
+        expected, beside what ``frozen_kept`` have; True if there are any.
         """
         expected = compress(range(len(self.params)), map(_REQUIRES_GRAD, self.params))
-        self.tracker.expect(expected, quietly=quietly)
         self._check_frozen()
+        self.frozen_kept = self._find_frozen_kept()
+        self.tracker.expect((*expected, *self.frozen_kept), quietly=quietly)
         self._blank_frozen()
         return bool(self.tracker.expected)
+
+    def _find_frozen_kept(self) -> list[int]:
+        if not self.memory.keeps:
+            return []
+        frozen = [slot for slot, param in enumerate(self.params) if not param.requires_grad]
+        grads = [(slot, self.params[slot].grad) for slot in frozen]
+        return [s for s, g in grads if g is not None and g is not self.placeholders[s]]
 
     def keep_gradient(self, slot: int) -> None:
         """Accumulate locally: ``param.grad`` becomes a view, into which autograd then adds."""
@@ -458,8 +469,8 @@ class BucketRuntime:
         """
         if (kept := self.memory.made) is None:
             return
-        for slot in self.tracker.frozen:
-            if _is_same(self.params[slot].grad, kept.views[slot]):
+        for slot, param in enumerate(self.params):
+            if not param.requires_grad and _is_same(param.grad, kept.views[slot]):
                 raise usage_errors.frozen_with_gradient(self.spec.names[slot])
 
     def _blank_frozen(self) -> None:

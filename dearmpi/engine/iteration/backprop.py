@@ -188,6 +188,10 @@ class Backprop:
                 active.add(bucket.index)
         options = self._options.read() if self._eager and not exhausted else None
         self._state.begin_iteration(frozenset(active), options)
+        for bucket in self._buckets:
+            for slot in bucket.frozen_kept:  # no backprop brings it
+                if bucket.take_gradient(slot):
+                    self._close_bucket(bucket)
 
     def find_cleared(self) -> str:
         """The name of a parameter whose gradient somebody else took away; empty if none is gone."""
