@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,6 +70,50 @@ def test_a_gradient_of_zero_stays_one_where_buckets_change(world: World, gather:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         other.fuse(1.0 if step % 2 else 1e-5)
+    expected = plain.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+    other.close()
+
+
+def clear_after_a_backward(model: Branches) -> None:
+    model(torch.ones(2, 4, dtype=torch.float64), odd=False).sum().backward()
+    model.zero_grad()
+
+
+def clear_one(model: Branches) -> None:
+    model.odd.weight.grad = None
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize(
+    ("clear", "gather", "keeps"),
+    [
+        (Branches.zero_grad, "gradients", True),
+        (clear_one, "gradients", True),
+        (clear_after_a_backward, "gradients", True),
+        (clear_after_a_backward, "gradients", False),
+        (clear_after_a_backward, "parameters", False),
+    ],
+)
+def test_a_gradient_of_zero_that_the_script_sets_to_none_is_none_again(
+    clear: Callable[[Branches], None], gather: Gather, keeps: bool, world: World
+) -> None:
+    """An unused parameter decays on with the first, and stays with the second."""
+    (plain, one), (model, other) = both(world, gather)
+    if keeps:
+        other.keep_gradients()
+    data = torch.ones(2, 4, dtype=torch.float64)
+    for trained, optimizer in ((plain, one), (model, other)):
+        for odd in (True, False):
+            trained(data, odd=odd).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        clear(trained)
+        for _ in range(2):
+            trained(data, odd=False).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
     expected = plain.state_dict()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)

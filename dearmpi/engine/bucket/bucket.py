@@ -311,6 +311,10 @@ class BucketRuntime:
         for slot in (*self.kept_slots(), *lacking):
             self.params[slot].grad = self.gradients.views[slot].clone()
 
+    def forget_cleared(self) -> None:
+        """Where gradients are kept, what is None now is no gradient of zero any more."""
+        self.tracker.forget(slot for slot, param in enumerate(self.params) if param.grad is None)
+
     def kept_slots(self) -> list[int]:
         """Slots whose parameter has its placeholder, of this iteration or kept from the last."""
         pairs = zip(self.params, self.placeholders, strict=True)

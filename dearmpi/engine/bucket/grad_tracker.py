@@ -192,6 +192,11 @@ class GradTracker:
             self._had.clear()
         self._zeroed = frozenset(self._had)
 
+    def forget(self, slots: Iterable[int]) -> None:
+        """These have no gradient from now on, not even zero."""
+        self._had.difference_update(slots)
+        self._zeroed &= self._had
+
     def history(self) -> dict[str, bool]:
         """Names of parameters that have had a gradient in any step, and whether it is zero now."""
         return {self._names[slot]: slot in self._zeroed for slot in self._had}

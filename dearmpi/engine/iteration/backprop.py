@@ -46,6 +46,8 @@ class Backprop:
             raise usage_errors.cleared(name)
         if name:
             self.discard_grads()
+            for bucket in self._buckets:  # the script has set them to None
+                bucket.tracker.zero(set_to_none=True)
         else:
             self.end()  # of one that was broken off
 
@@ -58,6 +60,7 @@ class Backprop:
         used = self._state.iteration.used
         adds = any(bucket.kept_slots() for bucket in self._buckets)  # else all is cleared
         for bucket in self._buckets:
+            bucket.forget_cleared()
             if adds:
                 bucket.add_to_kept(None if used is None else used[bucket.index])
             bucket.renew_placeholders()
