@@ -166,8 +166,10 @@ class Engine:
 
     def wait_reduced(self, norm_type: float = 2.0) -> None:
         """Finish backprop and wait until every own shard holds averaged gradients, or something
-        that has their norm.
+        that has their norm; what the script has put in the place of one counts instead.
         """
+        if self.state.keeps_gradients:
+            self.reduced.take_replaced()
         if norm_type == 2.0:
             self.backprop.wait_reduced()
         else:

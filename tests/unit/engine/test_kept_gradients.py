@@ -85,6 +85,37 @@ def test_every_change_of_a_gradient_counts_in_the_step(case: Case, change: Chang
     assert_same_as_alone(script, case)
 
 
+def clip(training: Training) -> None:
+    training.clip(2.0)
+
+
+def scale(training: Training) -> None:
+    if isinstance(training.optimizer, DistributedOptimizer):
+        training.optimizer.scale_gradients_(0.5)
+    else:
+        torch._foreach_mul_(
+            [p.grad for p in training.model.parameters() if p.grad is not None], 0.5
+        )
+
+
+@CASES
+@pytest.mark.parametrize("use", [clip, scale], ids=["clip", "scale"])
+@pytest.mark.parametrize("change", [clear_one, replace_one, set_data, add_noise])
+def test_every_change_of_a_gradient_counts_where_it_is_clipped_or_scaled(
+    case: Case, change: Change, use: Callable[[Training], None]
+) -> None:
+    def script(training: Training) -> None:
+        params = keep(training)
+        for step in range(3):
+            training.optimizer.zero_grad()
+            training.backward(step)
+            change(params)
+            use(training)
+            training.optimizer.step()
+
+    assert_same_as_alone(script, case)
+
+
 @CASES
 def test_a_backprop_adds_to_what_is_read_and_to_what_stays(case: Case) -> None:
     def script(training: Training) -> None:
