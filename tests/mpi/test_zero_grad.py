@@ -121,6 +121,34 @@ def test_a_gradient_of_zero_that_the_script_sets_to_none_is_none_again(
 
 
 @pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize(
+    ("gather", "keeps"), [("gradients", True), ("gradients", False), ("parameters", False)]
+)
+def test_a_gradient_that_no_step_has_used_is_zeroed_as_well(
+    gather: Gather, keeps: bool, world: World
+) -> None:
+    """As where a gradient scaler skips a step."""
+    (plain, one), (model, other) = both(world, gather)
+    if keeps:
+        other.keep_gradients()
+    data = torch.ones(2, 4, dtype=torch.float64)
+    for trained, optimizer in ((plain, one), (model, other)):
+        trained(data, odd=True).square().sum().backward()
+        optimizer.zero_grad(set_to_none=False)
+        shown = trained.odd.weight.grad
+        assert shown is None or not shown.any()
+        assert (shown is not None) or (trained is model and not keeps)
+        for _ in range(2):
+            trained(data, odd=False).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    expected = plain.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+    other.close()
+
+
+@pytest.mark.ranks(at_least=2)
 def test_reading_halfway_through_an_eager_step_is_refused_not_waited_for(world: World) -> None:
     model = Branches()
     optimizer = dearmpi.DistributedOptimizer(

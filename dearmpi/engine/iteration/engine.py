@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -185,9 +186,13 @@ class Engine:
 
     def zero_gradients(self, *, set_to_none: bool) -> None:
         """Discard gradients; parameters that have had one get zero, or None."""
+        shows = self.state.keeps_gradients and not self.state.iteration.stepped and not set_to_none
+        kept = [bucket.kept_slots() if shows else [] for bucket in self._buckets]
         self.backprop.discard_grads()
-        for bucket in self._buckets:
+        for bucket, slots in zip(self._buckets, kept, strict=True):
             bucket.tracker.zero(set_to_none=set_to_none)
+            for slot in slots:
+                bucket.params[slot].grad = torch.zeros_like(bucket.params[slot])
 
     @contextmanager
     def join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
