@@ -132,6 +132,8 @@ class ServedOptimizer:
         KnownOptimizers.served.pop(optimizer, None)
 
     def _step(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if self._is_left_out():
+            return None
         self._follow_attributes()
         for model in self.models:
             model.take_moved()
@@ -144,6 +146,20 @@ class ServedOptimizer:
             for model in self.models:
                 model.note_storage()
         return loss
+
+    def _is_left_out(self) -> bool:
+        """Whether a GradScaler has found infinities; else gradients are unscaled.
+
+        It leaves both to a fused optimizer, which finds what to do in two attributes.
+        """
+        own = vars(self.optimizer)
+        if "found_inf" not in own or "grad_scale" not in own:
+            return False
+        if float(own["found_inf"]):  # of averaged gradients, so on all ranks alike
+            return True
+        if own["grad_scale"] is not None:  # else they are unscaled
+            self.engine.scale_gradients_(1.0 / float(own["grad_scale"]))
+        return False
 
     def _follow_attributes(self) -> None:
         """What the script has set on the optimizer, the engine refuses where it has no effect."""
@@ -176,13 +192,16 @@ class ServedOptimizer:
 
 
 _METHODS = ("step", "add_param_group", "state_dict")
-_INSTEAD = frozenset((*_METHODS, "state"))
+_SCALING = frozenset(("grad_scale", "found_inf"))  # of a step by torch's GradScaler
+_INSTEAD = frozenset((*_METHODS, *_SCALING, "state"))
 
 
 def _twin_of(optimizer: Optimizer) -> Optimizer:
     """One of the same class, with the same attributes, param groups and state, but no hooks."""
     twin: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
+        if name in _SCALING:
+            continue
         is_hooks = isinstance(value, OrderedDict) and "hooks" in name
         vars(twin)[name] = OrderedDict() if is_hooks else value
     return twin

@@ -168,10 +168,10 @@ def _change(params: list[Any], step: int) -> None:
             nn.utils.clip_grad_norm_(params, 0.1)
 
 
-def amp_and_scaler(job: Job) -> Trained:
+def amp_and_scaler(job: Job, *, fused: bool = False) -> Trained:
     """A scaled loss, one of them infinite, unscaled to be clipped."""
     model = job.wrap(network())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     seen = []
     for step in range(STEPS):
@@ -187,6 +187,11 @@ def amp_and_scaler(job: Job) -> Trained:
         scaler.update()
         seen.append(scaler.get_scale())
     return Trained([model], [optimizer], seen)
+
+
+def fused_and_scaler(job: Job) -> Trained:
+    """The same with an optimizer that unscales, and leaves steps out, by itself."""
+    return amp_and_scaler(job, fused=True)
 
 
 def two_optimizers(job: Job) -> Trained:
@@ -632,5 +637,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
         *(unused_parameters_clipped, parameters_of_no_optimizer, buffers_read_in_training),
         *(wrapped_again, moved_parameters, perturbed_parameters, frozen_with_gradients),
+        fused_and_scaler,
     )
 }
