@@ -1,4 +1,4 @@
-"""Sources: where settings come from, which wins, and how a file of them is read.
+"""Sources: where settings come from, and which wins.
 
 Flag, environment, file, the checkpoint that is resumed, the task's recommendation, default: in
 this order, setting by setting. Options given as NAME=VALUE are merged, name by name.
@@ -12,76 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from dearmpi.config import known_names
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.plan_choice import DECIDED_BY_PLAN
 from dearmpi.train.settings.settings import EXCLUSIVE, OF_ROUNDS, SETTINGS, RunSettings
-
-# YAML 1.1 makes a number of 20261121_1, and of 12:30. What is one follows from the setting instead.
-_RECOGNISED = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "merge"))
-
-
-class _ConfigLoader(yaml.SafeLoader):
-    """Leaves all but null, true, false and `<<` as it is written, and takes no key twice."""
-
-    yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if tag in _RECOGNISED]
-        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As the base class, which would keep the last of several values."""
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        seen: set[str] = set()
-        for key in (key for key, _ in pairs if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                line = key.start_mark.line + 1
-                raise ConfigError(
-                    f"{key.value} is given twice in {self.name}, again in line {line}; "
-                    "give it once",
-                    code="given-twice",
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep=deep)
-
-
-def read_config(path: Path) -> dict[Any, object]:
-    """Read the settings in the file at ``path``, by key; numbers are text.
-
-    Raises ConfigError for a file that cannot be read or holds something else, and for a key that
-    is given twice.
-    """
-    try:
-        loader = _ConfigLoader(path.read_text(encoding="utf-8"))
-        loader.name = str(path)
-        content = loader.get_single_data()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(
-            f"cannot read the config file {path}: {reason}; give a file of settings in YAML",
-            code="unreadable-file",
-        ) from error
-    except ConfigError:  # is a ValueError
-        raise
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        # Such as a `!!timestamp` that is none.
-        reason = " ".join(str(error).split())  # YAML's own is of several lines
-        raise ConfigError(
-            f"the config file {path} is no YAML: {reason}; write one `name: value` to a line",
-            code="malformed-file",
-        ) from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"the config file {path} holds a {type(content).__name__}; it must hold settings, "
-            "one `name: value` to a line",
-            code="malformed-file",
-        )
-    return content
-
 
 # Not what counts otherwise there, such as a batch size per device. Names that are alike but for a
 # letter or two are found without.
@@ -251,7 +185,7 @@ def read_file(path: Path) -> Source:
     Names may be written with dashes, as flags are, and values as they are given there. Raises
     ConfigError for a file that cannot be read and for keys that are no settings.
     """
-    from dearmpi.train.settings.sources import (
+    from dearmpi.train.settings.config_file import (
         read_config,  # here, so that --help need not wait for YAML
     )
 
