@@ -92,6 +92,14 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+_VERSION = attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """``version_of`` each, in the least time."""
+    return list(map(_VERSION, tensors))
+
+
 def sparse_parts(tensor: Tensor) -> list[Tensor]:
     """Indices and values of a COO tensor as they are stored, where the public methods refuse one
     that is not coalesced. Tried on 2.13; assumed.

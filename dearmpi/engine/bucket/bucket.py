@@ -29,7 +29,7 @@ from dearmpi.engine.bucket.placeholder import (
     held_elsewhere,
 )
 from dearmpi.plan.data.layout import Bucket, BucketLayout
-from dearmpi.torch_internals import copy_each, version_of
+from dearmpi.torch_internals import copy_each, versions_of
 
 
 class BucketState(Enum):
@@ -128,7 +128,8 @@ class BucketRuntime:
         self.loss_scale = 1.0
         self.pending = self.unread = False
         self.unread_slots: frozenset[int] = frozenset()
-        self._versions: list[tuple[nn.Parameter, int]] = []  # of what the last update changes
+        self._changed: Sequence[nn.Parameter] = ()  # by the last update
+        self._versions: list[int] = []  # of these, then
         nbytes = [param.nbytes for param in self.params]
         quiet = quiet_slots(nbytes, copied_bytes=_COPIED_BYTES)
         self.tracker = GradTracker(spec.names, quiet=quiet)
@@ -380,15 +381,17 @@ class BucketRuntime:
         if missing:
             changed = [param for slot, param in enumerate(changed) if slot not in missing]
         torch.autograd.graph.increment_version(changed)
-        self._versions = [(param, version_of(param)) for param in changed]
+        self._changed, self._versions = changed, versions_of(changed)
 
     def find_written(self) -> str:
         """The name of a parameter that was changed in place since ``invalidate_params``; empty if
         none was.
         """
-        written = next((param for param, at in self._versions if version_of(param) != at), None)
-        if written is None:
+        now = versions_of(self._changed)
+        if now == self._versions:
             return ""
+        both = zip(self._changed, now, self._versions, strict=True)
+        written = next(param for param, version, before in both if version != before)
         names = zip(self.params, self.spec.names, strict=True)
         return next(name for param, name in names if param is written)
 

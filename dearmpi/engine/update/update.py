@@ -23,7 +23,7 @@ from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.update.master import MASTER, OWED, SHOWN, MasterCopy, MasterRule
 from dearmpi.errors import DearError
-from dearmpi.torch_internals import plain_step, version_of
+from dearmpi.torch_internals import plain_step, versions_of
 
 Options = Sequence[Mapping[str, Any]]
 
@@ -128,9 +128,9 @@ def failures_of_step() -> Iterator[None]:
 
 def is_changed_by(act: Callable[[], object], tensors: Sequence[Tensor]) -> bool:
     """Whether ``act`` writes to one of ``tensors``."""
-    versions = [version_of(tensor) for tensor in tensors]
+    versions = versions_of(tensors)
     act()
-    return versions != [version_of(tensor) for tensor in tensors]
+    return versions != versions_of(tensors)
 
 
 def on_host(entries: Mapping[str, Any]) -> dict[str, Any]:
