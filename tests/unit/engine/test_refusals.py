@@ -16,6 +16,14 @@ from dearmpi.errors import ConfigError, UsageError
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import Case, Training
+from tests.unit.engine.stage import wait_for
+
+
+def layer(world: World, *, gather: Gather, eager: bool) -> tuple[nn.Linear, DistributedOptimizer]:
+    """A model of one layer, and its optimizer."""
+    model = nn.Linear(4, 3)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    return model, DistributedOptimizer(inner, model, world=world, gather=gather, eager=eager)
 
 
 @pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
@@ -239,14 +247,7 @@ def test_a_forward_past_the_modules_is_refused_unless_it_is_synchronized(
     """As that of a traced model, which calls no hook: it may use values of before the step."""
 
     def rank(world: World) -> None:
-        model = nn.Linear(4, 3)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            model,
-            world=world,
-            gather=gather,
-            eager=eager,
-        )
+        model, optimizer = layer(world, gather=gather, eager=eager)
         weight, bias = model.weight, model.bias
 
         def step() -> None:
@@ -274,14 +275,7 @@ def test_a_parameter_written_before_its_new_value_has_come_is_refused(
     """As by those who clip weights through a list made before the loop."""
 
     def rank(world: World) -> None:
-        model = nn.Linear(4, 3)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0),
-            model,
-            world=world,
-            gather=gather,
-            eager=eager,
-        )
+        model, optimizer = layer(world, gather=gather, eager=eager)
         params = list(model.parameters())
 
         def step() -> None:
@@ -299,6 +293,10 @@ def test_a_parameter_written_before_its_new_value_has_come_is_refused(
             read = model.state_dict()
             assert torch.equal(read["weight"], (before["weight"] - 2.0).clamp(-1.5, 1.5))
         step()
+        engine: Any = optimizer._built.engine
+        # The fake network would refuse a write during a gather, in its own words.
+        wait_for(engine.state.iteration.is_finished, "the end of the gathers")
+        world.barrier()
         with torch.no_grad():
             params[1].clamp_(-1.5, 1.5)
         readers: dict[str, Callable[[], object]] = {
