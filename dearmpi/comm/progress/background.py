@@ -63,6 +63,7 @@ class BackgroundThread:
             except BaseException as error:  # for the thread that tests it; this one goes on
                 computation.error = error
             computation.is_over = True
+            del computation  # which would keep its buffers until the next one comes
 
 
 class Computation(Request):

@@ -18,11 +18,13 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
+from dearmpi.engine.iteration import stages
 from dearmpi.engine.state.resharding import OwnedRange, Resharding, owned_ranges, pair
 from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout
 from tests.combinations import pairs_of, turns_of
 from tests.fakes.ranks import run_ranks
 from tests.mpi.oracle import OPTIMIZERS
+from tests.unit.engine.stage import wait_for
 
 BUFFERS = ("gradients", "parameters")
 
@@ -139,8 +141,15 @@ def test_a_rank_sends_no_more_than_its_own_share(monkeypatch: pytest.MonkeyPatch
     assert sum(held) == whole and max(held) <= -(-whole // 3) + 2
 
 
-def test_the_old_buffers_are_gone_once_nobody_needs_them() -> None:
-    """They are as large as the model, and Python may take its time to look for cycles."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_old_buffers_are_gone_once_nobody_needs_them(
+    monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """They are as large as the model, and Python may take its time to look for cycles.
+
+    beside: updates run on the background thread, as long ones do.
+    """
+    monkeypatch.setattr(stages, "LONG_S", 0.0 if beside else float("inf"))
 
     def rank(world: World) -> None:
         wrapped = trained(world, "adam")
@@ -149,7 +158,7 @@ def test_the_old_buffers_are_gone_once_nobody_needs_them() -> None:
         del buckets
         wrapped.fuse(1.0)
         wrapped.synchronize()
-        assert all(reference() is None for reference in old)
+        wait_for(lambda: all(reference() is None for reference in old), "their end")
         wrapped.close()
 
     gc.disable()
