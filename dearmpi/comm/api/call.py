@@ -4,6 +4,7 @@ program a thread is.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -12,7 +13,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 
 _CURES = {
     "state_dict": "call state_dict() on every rank, and write the file on rank 0",
@@ -63,6 +64,7 @@ _HIDDEN = (_PACKAGE, threading.__file__)
 _LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("torch", "click"))
 _NOT_THE_USERS = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<frozen ")
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
+_LOOK = threading.RLock()  # a signal's handler may look while its thread does
 
 
 def stack_of(thread: int) -> tuple[str, ...]:
@@ -70,7 +72,7 @@ def stack_of(thread: int) -> tuple[str, ...]:
 
     Does not read source files, which may lie on a disk that does not answer.
     """
-    innermost = sys._current_frames().get(thread)
+    innermost = frames_of_threads().get(thread)
     if innermost is None:  # it has ended
         return ()
     frames = [(frame.f_code, line) for frame, line in traceback.walk_stack(innermost)][::-1]
@@ -86,6 +88,22 @@ def stack_of(thread: int) -> tuple[str, ...]:
         f"{code.co_filename}:{line} {code.co_name}{_handles(handlers.get(code))}"
         for code, line in shown
     )
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The innermost frame of each thread, by the thread's number.
+
+    Before Python 3.11.9 this holds the lock under which threads begin and end. A collection of
+    garbage meanwhile lets other threads run; one that begins or ends would stop all for ever.
+    """
+    with _LOOK:
+        is_collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if is_collecting:
+                gc.enable()
 
 
 def signal_handled() -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -124,3 +126,38 @@ def test_texts_arrive_whole_whether_they_fit_the_first_message_or_not(text: str)
         return world.all_gather_text(own), world.broadcast_text(text if world.is_root else None)
 
     assert run_ranks(3, tell) == [(["0", text, "2"], text)] * 3
+
+
+_LOOKING = """
+import gc, threading, time
+from dearmpi.comm.api.call import stack_of
+
+class Garbage:
+    def __init__(self):
+        self.own = self
+
+    def __del__(self):
+        time.sleep(1e-4)  # lets another thread run
+
+def begin_and_end():
+    while not is_over.is_set():
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+is_over = threading.Event()
+other = threading.Thread(target=begin_and_end)
+other.start()
+gc.set_threshold(1)
+for _ in range(100):
+    Garbage()
+    stack_of(threading.get_ident())
+gc.set_threshold(700)
+is_over.set()
+print(gc.isenabled())
+"""
+
+
+def test_a_look_at_a_stack_while_threads_begin_and_end_and_garbage_is_collected_returns() -> None:
+    command = [sys.executable, "-c", _LOOKING]
+    assert subprocess.check_output(command, text=True, timeout=120) == "True\n"
