@@ -580,6 +580,12 @@ class EngineConfig:
         return self.is_sparse and self.error_feedback != "ef21"
 
     @property
+    def is_biased(self) -> bool:
+        """Whether parts of gradients are dropped, and what is sent is not scaled to make up."""
+        is_part = self.is_sparse and self.sent_density != 1.0
+        return is_part and self.error_feedback == "none" and self.compress != "random-k"
+
+    @property
     def sent_density(self) -> float | None:
         """The part of a gradient that a step sends; None where it is all of it."""
         return (self.density or DEFAULT_DENSITY) if self.is_sparse else None

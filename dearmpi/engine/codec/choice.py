@@ -41,7 +41,7 @@ class Codecs:
 
         reduce_s, gather_s: seconds of a step in which codecs compute.
         """
-        chosen = [bucket for bucket in self.trained if compresses(self.reduce[bucket.index])]
+        chosen = self.compressed
         dense = sum(elements_sent(bucket) * bucket.spec.itemsize for bucket in chosen)
         if not dense:
             return None
@@ -53,6 +53,11 @@ class Codecs:
             reduce_s / nbytes,
             gather_s / nbytes,
         )
+
+    @property
+    def compressed(self) -> list[BucketRuntime]:
+        """Those of the trained buckets that do not travel whole in every step."""
+        return [bucket for bucket in self.trained if compresses(self.reduce[bucket.index])]
 
     @property
     def traffic(self) -> Traffic:

@@ -6,6 +6,7 @@ bears. It knows the layers' times, the link and what codecs compute, all measure
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,18 @@ def check_choosable(config: EngineConfig, model: nn.Module) -> None:
     """Raise ConfigError for a compiled ``model`` that ``config`` wants to be timed."""
     if undecided(config):
         refuse_compiled(model, "compress")
+
+
+def warn_of_bias(config: EngineConfig) -> None:
+    """Warn where what is sent of gradients has another mean than these, and nothing else is."""
+    if config.is_biased:
+        share = 1.0 - (config.sent_density or 0.0)
+        warnings.warn(
+            f"compress {config.compress!r} with error_feedback 'none' drops {100 * share:g} % of "
+            "each gradient for good, so training may not reach the optimum; leave error_feedback "
+            "out, or take 'random-k', whose mean is that of the gradient",
+            stacklevel=5,
+        )
 
 
 @dataclass(frozen=True, slots=True)

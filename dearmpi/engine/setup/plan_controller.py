@@ -21,6 +21,7 @@ from dearmpi.engine.setup.codec_choice import (
     stay_dense,
     undecided,
     until_decided,
+    warn_of_bias,
 )
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.setup.live_engine import LiveEngine
@@ -242,7 +243,10 @@ def choose_controller(
     start = choose_plan(plan, merged)
     check_choosable(merged, context.model)
     with context.world.named_call("DistributedOptimizer()"):
-        return PlanController(context, config=merged, plan=start)
+        controller = PlanController(context, config=merged, plan=start)
+    if context.world.is_root and controller.live.built.engine.codecs.compressed:
+        warn_of_bias(merged)
+    return controller
 
 
 def _compare_plans(world: World, plan: Plan | Literal["auto"] | None, *, chooses: bool) -> None:

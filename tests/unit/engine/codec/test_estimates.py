@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,55 @@ def test_owners_have_the_sum_of_all_ranks_estimates(
         if density == 1.0:
             expected = sum(-mean_of(range(s, s + 1), size) for s in range(9))
             torch.testing.assert_close(weight, expected, rtol=0, atol=0.1)  # sent in 8 bits
+
+
+def published_adam(gradients: Any, density: float, lr: float) -> Any:
+    """Algorithm 2 of arXiv 2106.05203 with Adam's update in place of the plain one.
+
+    gradients: of each step, rank, shard and element. Each rank sends the largest of each shard.
+    """
+    _, size, shards, length = gradients.shape
+    num = math.ceil(density * length)
+    estimates = gradients[0].copy()
+    values, first, second = (np.zeros((shards, length)) for _ in range(3))
+    for step, given in enumerate(gradients, start=1):
+        if step > 1:
+            for rank in range(size):
+                change = given[rank] - estimates[rank]
+                sent = np.argsort(-np.abs(change), axis=1)[:, :num]
+                moved = np.take_along_axis(estimates[rank] + change, sent, 1)
+                np.put_along_axis(estimates[rank], sent, moved, 1)
+        mean = estimates.mean(0)
+        first = 0.9 * first + 0.1 * mean
+        second = 0.99 * second + 0.01 * mean**2
+        scale = np.sqrt(second / (1 - 0.99**step)) + 1e-8
+        values = values - lr * first / (1 - 0.9**step) / scale
+    return values
+
+
+@turns_of(density=[0.1, 0.02], size=[2, 5])
+def test_adam_takes_the_steps_of_the_published_method(density: float, size: int) -> None:
+    drawn = np.random.default_rng(0).normal(size=(40, size, size, 620 // size))
+    drawn[10:] *= 5.0  # so that estimates lag behind
+
+    def rank(world: World) -> Tensor:
+        model = nn.Linear(31, 20, bias=False, dtype=torch.float64)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.9, 0.99))
+        settings: dict[str, Any] = {"density": density, "error_feedback": "ef21"}
+        optimizer = DistributedOptimizer(inner, model, world=world, compress="topk", **settings)
+        for given in drawn:
+            optimizer.zero_grad()
+            gradient = torch.from_numpy(given[world.rank]).view_as(model.weight)
+            (model.weight * gradient).sum().backward()
+            optimizer.step()
+        master: Tensor = optimizer.state_dict()["state"][0]["master"]
+        optimizer.close()
+        return master.flatten()
+
+    expected = torch.from_numpy(published_adam(drawn, density, 0.01)).flatten()
+    for found in run_ranks(size, rank):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("compress", SPARSE)

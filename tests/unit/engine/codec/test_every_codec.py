@@ -12,7 +12,7 @@ Where the promises of a codec, the bugs of published code and bad input are test
 | owners' estimates of gradients (EF21) | ``test_estimates`` |
 | errors of a sum, and of replicas beside masters | here, ``test_quantized``, ``test_compress`` |
 | shared coordinates need no message | here |
-| biased codecs need error feedback | here, ``test_error_feedback`` |
+| biased codecs need error feedback, and warn without | here, ``test_error_feedback`` |
 | PowerSGD is that of a model in numpy | ``test_powersgd`` |
 | ``nonzero`` has the bits of a dense run, of unusual numbers too | ``test_nonzero`` |
 | resumed on other ranks, in other buckets, by another codec | ``test_compress``, ``test_sparse`` |
@@ -30,11 +30,12 @@ Where the promises of a codec, the bugs of published code and bad input are test
 | settings that differ between ranks | ``mpi/test_semantics_arguments`` |
 
 ``error_feedback="none"`` is not refused with a biased codec, since the comparison of the paper on
-sparse communication needs it. There is no setting of the seed, which could differ.
+sparse communication needs it: rank 0 warns. There is no setting of the seed, which could differ.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -243,3 +244,28 @@ def test_a_biased_codec_comes_to_the_optimum_with_error_feedback_alone(feedback:
 
     for off in run_ranks(2, rank):
         assert (off < 0.1) if feedback != "none" else (off > 0.3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"compress": "topk"}, 1),
+        ({"compress": "random-block", "density": 0.2}, 1),
+        ({"compress": "random-k"}, 0),
+        ({"compress": "block-topk", "density": 1.0}, 0),
+    ],
+)
+def test_rank_0_warns_once_of_a_biased_codec_without_error_feedback(
+    settings: dict[str, Any], told: int
+) -> None:
+    def rank(world: World) -> None:
+        wrap(make_wide_model(), world, error_feedback="none", **settings).close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(3, rank)
+        run_ranks(1, rank)  # sends nothing
+    found = [str(one.message) for one in caught if "error_feedback 'none'" in str(one.message)]
+    assert len(found) == told
+    share = 100 - 100 * settings.get("density", 0.01)
+    assert all(f"drops {share:g} % of each gradient" in line for line in found)
