@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from dearmpi.engine.bucket.buffers import flattened, is_dense
 from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.guessed import BROADCAST, answers_guesses
 from dearmpi.torch_internals import buffer_table, parameter_table, sparse_parts
+
+_HEAD_BYTES = 4096  # by which tensors drawn from different seeds differ already
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -121,7 +125,8 @@ def _items(table: Any) -> Iterable[tuple[str, Tensor | None]]:
 def broadcast_parameters(model: nn.Module, world: World | None = None, *, root: int = 0) -> None:
     """Overwrite every parameter of ``model`` with that of rank ``root`` (collective).
 
-    world: by default the one that this process was launched into.
+    world: by default the one that this process was launched into. Between hosts, tensors whose
+    bytes are the same on all ranks, by a hash, are not sent.
 
     Raises as ``broadcast_buffers`` does.
     """
@@ -136,7 +141,8 @@ def broadcast_parameters(model: nn.Module, world: World | None = None, *, root: 
 def broadcast_buffers(model: nn.Module, world: World | None = None, *, root: int = 0) -> None:
     """Overwrite every buffer of ``model``, such as BatchNorm's statistics (collective).
 
-    world: by default the one that this process was launched into.
+    world: by default the one that this process was launched into. What is the same on all ranks is
+    not sent, as by ``broadcast_parameters``.
 
     Raises MismatchError on all ranks, before anything is sent, where they have other buffers; and
     ConfigError for one without values, or in a layout that cannot be sent.
@@ -170,9 +176,44 @@ def _broadcast(named: Iterable[tuple[str, Tensor]], world: World, root: int, wha
     )
     # All ranks raise alike here, before the first is sent.
     parts = [part for name, tensor in tensors for part in _sendable_parts(tensor, name)]
-    for part in parts:
-        if part.numel():
-            _overwrite(part, world, root)
+    parts = [part for part in parts if part.numel()]
+    # Within one host a copy takes no longer than its hash.
+    for part in parts if len(set(world.hosts)) == 1 else _unequal(parts, world):
+        _overwrite(part, world, root)
+
+
+def _unequal(parts: Sequence[Tensor], world: World) -> list[Tensor]:
+    """Those of ``parts`` whose bytes are not the same on all ranks (collective).
+
+    Their heads are compared first, so that what differs there is not hashed whole.
+    """
+    differing: set[int] = set()
+    for hash_of in (partial(_hash, limit=_HEAD_BYTES), _hash):
+        rest = [index for index in range(len(parts)) if index not in differing]
+        found = _differing([parts[index] for index in rest], hash_of, world)
+        differing.update(rest[place] for place in found)
+    return [part for index, part in enumerate(parts) if index in differing]
+
+
+def _differing(
+    parts: Sequence[Tensor], hash_of: Callable[[Tensor], str], world: World
+) -> list[int]:
+    """Places of ``parts`` whose hashes are not the same on all ranks (collective).
+
+    Where all are, which is common, a single hash of each rank travels.
+    """
+    own = " ".join(map(hash_of, parts))
+    if len(set(world.all_gather_text(hashlib.sha256(own.encode()).hexdigest()))) == 1:
+        return []
+    of_parts = zip(*(text.split() for text in world.all_gather_text(own)), strict=True)
+    return [place for place, hashes in enumerate(of_parts) if len(set(hashes)) > 1]
+
+
+def _hash(part: Tensor, *, limit: int | None = None) -> str:
+    """Of the first ``limit`` bytes of what ``part`` stores, or of all."""
+    flat = flattened(part).resolve_conj().resolve_neg()
+    stored = flat.view(torch.uint8)[:limit].cpu()
+    return hashlib.sha256(stored.numpy().data).hexdigest()
 
 
 def _sendable_parts(tensor: Tensor, name: str) -> list[Tensor]:
