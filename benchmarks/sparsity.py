@@ -9,8 +9,8 @@ Plain SGD and equal steps for all, with the engine's codecs, on real data. The r
 one process, so that nothing depends on the machine. Digits are learned by a network of two layers,
 bytes by a small transformer.
 
-Usage: python benchmarks/sparsity.py [densities | axes] [TASK:STEPS:RATE:LOSS ...]
-by default digits:2500:0.03:0.4 bytes-lm:80:0.3:3
+Usage: python benchmarks/sparsity.py [densities | axes] [DENSITY ...] [TASK:STEPS:RATE:LOSS ...]
+by default 0.1 0.01 0.001 digits:2500:0.03:0.4 bytes-lm:80:0.3:3; the grid of axes is of one density
 Prints loss and, for digits, accuracy on held-out data; steps until the mean loss of 20 is below
 LOSS; and the MB of gradients that a rank has sent by then, with a ring.
 """
@@ -21,7 +21,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, get_args
@@ -42,7 +42,7 @@ from dearmpi.train.tasks.image_models import build_digits
 from dearmpi.train.tasks.task import Task, collate
 
 CHOICES = ("digits:2500:0.03:0.4", "bytes-lm:80:0.3:3")
-DENSITIES = (0.1, 0.01)
+DENSITIES = (0.1, 0.01, 0.001)
 RANKS = 2
 SAMPLES = 32  # of a rank in each step
 EVALUATED = 256
@@ -175,11 +175,11 @@ def model_of(task: Task) -> nn.Module:
     return deepcopy(task.model)
 
 
-def grid() -> Iterator[EngineConfig]:
+def grid(densities: Sequence[float]) -> Iterator[EngineConfig]:
     """Dense, then each way with each density, with and without error feedback."""
     yield EngineConfig()
     feedback: Feedback
-    for density in DENSITIES:
+    for density in densities:
         for compress in SPARSE:
             for feedback in get_args(Feedback):
                 yield EngineConfig(
@@ -189,8 +189,11 @@ def grid() -> Iterator[EngineConfig]:
                 )
 
 
-def axes() -> Iterator[EngineConfig]:
-    """Each kind with the same and with own coordinates, of the whole model or of each parameter."""
+def axes(densities: Sequence[float]) -> Iterator[EngineConfig]:
+    """Each kind with the same and with own coordinates, of the whole model or of each parameter; of
+    the density nearest to 0.01.
+    """
+    density = min(densities, key=lambda one: abs(one - 0.01))
     coordinates: Coordinates
     scopes: tuple[Scope, ...] = ("bucket", "parameter")
     for compress in SPARSE:
@@ -198,7 +201,7 @@ def axes() -> Iterator[EngineConfig]:
             for scope in scopes:
                 yield EngineConfig(
                     compress=compress,  # type: ignore[arg-type]
-                    density=DENSITIES[-1],
+                    density=density,
                     coordinates=coordinates,
                     scope=scope,
                 )
@@ -253,13 +256,15 @@ def main() -> None:
     torch.set_num_threads(1)
     bucket._LEAST_COMPRESSED = 1  # small networks learn fast, and are compressed all the same
     grids = [name for name in GRIDS if name in sys.argv[1:]] or list(GRIDS)
-    for choice in [one for one in sys.argv[1:] if one not in GRIDS] or CHOICES:
+    given = [one for one in sys.argv[1:] if one not in GRIDS]
+    densities = [float(one) for one in given if ":" not in one] or DENSITIES
+    for choice in [one for one in given if ":" in one] or CHOICES:
         name, steps, rate, goal = choice.split(":")
         task, begin_s = build(name), time.perf_counter()
         print(f"\n{name}: {steps} steps at a rate of {rate}, loss below {goal}\n")
         print("| compress | density | rest | coordinates | scope | loss | accuracy | steps | MB |")
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
-        for config in (one for name in grids for one in GRIDS[name]()):
+        for config in (one for name in grids for one in GRIDS[name](densities)):
             print(train(task, int(steps), float(rate), float(goal), config), flush=True)
         print(f"\n{time.perf_counter() - begin_s:.0f} s")
 

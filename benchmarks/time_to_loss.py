@@ -4,8 +4,9 @@ Trains the transformer of bytes-lm, as it is by default, with Adam, each method 
 parameters and on the same batches. After every 20 steps each rank computes the loss on held-out
 data, while the clock stands still. A method ends once rank 0's loss is low enough.
 
-Usage: mpirun -n 4 python benchmarks/time_to_loss.py BITS METHOD...
+Usage: mpirun -n 4 python benchmarks/time_to_loss.py [BITS [METHOD...]]
 such as: bin/netlab run 4 python benchmarks/time_to_loss.py 2.2 dear dear:compress=int8 ddp-bf16
+By default to 2.2 bits, codecs beside torch's hooks for fp16, bf16 and PowerSGD.
 Prints for each method the steps, the seconds of a step and the seconds until held-out data take at
 most BITS bits per byte.
 """
@@ -28,6 +29,17 @@ from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.train.tasks.bytes_lm import build_bytes_lm
 from dearmpi.train.tasks.task import Task, collate
 
+BITS = 2.2
+METHODS = (
+    "dear",
+    "dear:comm_dtype=bf16",
+    "dear:compress=int8",
+    "dear:compress=int4",
+    "ddp",
+    "ddp-bf16",
+    "ddp:comm_dtype=fp16",
+    "ddp-powersgd:rank=4",
+)
 RATE = 3e-3
 SAMPLES = 8  # of a rank in each step
 EVALUATED = 512
@@ -80,7 +92,8 @@ def train(world: World, task: Task, method: Method, bits: float) -> str:
 def main() -> None:
     """A row for each method, as soon as it is known."""
     torch.set_num_threads(1)
-    bits, methods = float(sys.argv[1]), [read_method(text) for text in sys.argv[2:]]
+    bits = float(sys.argv[1]) if sys.argv[1:] else BITS
+    methods = [read_method(text) for text in sys.argv[2:] or METHODS]
     world = dearmpi.connect()
     torch.manual_seed(0)
     task = build_bytes_lm({})
