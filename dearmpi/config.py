@@ -62,8 +62,32 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ConfigError(
-            f"{name} is {value!r}; choose one of {', '.join(choices)}", code="unknown-choice"
+            f"{name} is {value!r}; {nearest(value, choices)}choose one of {', '.join(choices)}",
+            code="unknown-choice",
         )
+
+
+# What torch and others call a choice, and its names here.
+_CALLED_ELSEWHERE = {
+    "gpu": ("cuda", "device"),
+    "cpu": ("host",),
+    "half": ("fp16",),
+    "float16": ("fp16",),
+    "float": ("fp32",),
+    "float32": ("fp32",),
+    "double": ("fp64",),
+    "float64": ("fp64",),
+}
+
+
+def nearest(value: str, choices: Iterable[str]) -> str:
+    """The question whether one of ``choices`` was meant, with a blank after it, for a message about
+    ``value``. Empty where none is near.
+    """
+    by_lower = {choice.lower(): choice for choice in choices}
+    meant = [name for name in _CALLED_ELSEWHERE.get(value.lower(), ()) if name in by_lower]
+    close = meant or get_close_matches(value.lower(), by_lower, n=1)
+    return f"did you mean {by_lower[close[0]]!r}? " if close else ""
 
 
 def known_names(name: str, known: Iterable[str], *, most: int = 24) -> str:
@@ -71,11 +95,8 @@ def known_names(name: str, known: Iterable[str], *, most: int = 24) -> str:
     told = list(known)
     if not told:
         return "; it has none"
-    by_lower = {other.lower(): other for other in told}
-    close = get_close_matches(name.lower(), by_lower, n=1)
-    hint = f"; did you mean {by_lower[close[0]]!r}?" if close else ";"
     more = f", ... ({len(told)} in all)" if len(told) > most else ""
-    return f"{hint} known: {', '.join(told[:most])}{more}"
+    return f"; {nearest(name, told)}known: {', '.join(told[:most])}{more}"
 
 
 def _check_type(name: str, value: object, kind: type, what: str) -> None:
@@ -368,8 +389,10 @@ class EngineConfig:
             self.topology,
         ):
             raise ConfigError(
-                f"topology is {self.topology!r}; give flat, hosts, auto, the ranks in each "
-                "dimension, from inner to outer, such as 2x4, or a .json file of hosts and racks",
+                f"topology is {self.topology!r}; "
+                f"{nearest(self.topology, ('flat', 'hosts', 'auto'))}give flat, hosts, auto, the "
+                "ranks in each dimension, from inner to outer, such as 2x4, or a .json file of "
+                "hosts and racks",
                 code="malformed-value",
             )
         rates = self.grid_rates

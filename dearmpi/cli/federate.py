@@ -13,6 +13,7 @@ import click
 from dearmpi.cli.endings import measure_together
 from dearmpi.cli.flags import (
     OUT,
+    Choice,
     check_apart,
     check_picture,
     check_place,
@@ -20,6 +21,7 @@ from dearmpi.cli.flags import (
     write,
     write_picture,
 )
+from dearmpi.config import nearest
 from dearmpi.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ _MOST_POINTS = 400  # of a curve
 @click.command()
 @click.option(
     "--task",
-    type=click.Choice(_TASKS),
+    type=Choice(_TASKS),
     default="breast-cancer",
     show_default=True,
     help="a logistic regression; digits are 0-4 against 5-9",
@@ -80,7 +82,7 @@ _MOST_POINTS = 400  # of a curve
 )
 @click.option(
     "--split",
-    type=click.Choice(("label", "shuffled")),
+    type=Choice(("label", "shuffled")),
     default="label",
     show_default=True,
     help="samples dealt to clients sorted by class, or at random",
@@ -162,7 +164,8 @@ def _read(
     for name in names or [""]:
         if name not in ALGORITHMS:
             raise ConfigError(
-                f"--algorithms has {name!r}; choose from {', '.join(ALGORITHMS)}",
+                f"--algorithms has {name!r}; {nearest(name, ALGORITHMS)}choose from "
+                f"{', '.join(ALGORITHMS)}",
                 code="unknown-choice",
             )
         if names.count(name) > 1:

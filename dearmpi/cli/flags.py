@@ -13,7 +13,7 @@ import click
 from click.decorators import FC
 
 from dearmpi.cli.console import Console
-from dearmpi.config import engine_setting
+from dearmpi.config import engine_setting, nearest
 from dearmpi.errors import ConfigError
 from dearmpi.train import disk
 from dearmpi.train.settings.setting import Setting
@@ -42,6 +42,18 @@ class SettingOption(click.Option):
             details["metavar"] = about.metavar or "|".join(about.choices)
             details["multiple"] = about.is_pairs
         super().__init__([flags, name], **details)
+
+
+class Choice(click.Choice):  # type: ignore[type-arg]  # a class without parameters in click 8.1
+    """A word of several; for another, the nearest is named."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As the base class."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            near = nearest(str(value), map(str, self.choices))
+            self.fail(f"{error.message} {near}".strip(), param, ctx)
 
 
 class RunCommand(click.Command):
@@ -120,7 +132,7 @@ def engine_option(setting: str, *, help: str, without: Container[str] = ()) -> C
     own = engine_setting(setting)
     return click.option(
         f"--{setting.replace('_', '-')}",
-        type=click.Choice([choice for choice in own.choices if choice not in without]),
+        type=Choice([choice for choice in own.choices if choice not in without]),
         default=own.default,
         show_default=True,
         help=help,

@@ -24,7 +24,7 @@ from dearmpi.cli.flags import (
     write_file,
     write_picture,
 )
-from dearmpi.config import EngineConfig
+from dearmpi.config import EngineConfig, nearest
 from dearmpi.errors import ConfigError
 from dearmpi.version import describe_other_version
 
@@ -293,10 +293,10 @@ def _read_network(text: str, config: EngineConfig, *, between_nodes: bool) -> Ne
             None if is_plain else codec_bytes(config.compress, config.sent_density)
         )
     if not os.path.exists(text):
+        names = [preset.name for preset in PRESETS]
         raise ConfigError(
-            f"there is no network {text!r}, nor a file of that name; choose one of "
-            f"{', '.join(preset.name for preset in PRESETS)}, write alpha,beta, or name a file of "
-            "dear-train calibrate",
+            f"there is no network {text!r}, nor a file of that name; {nearest(text, names)}choose "
+            f"one of {', '.join(names)}, write alpha,beta, or name a file of dear-train calibrate",
             code="unknown-choice",
         )
     calibration = read_calibration(text)

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import click
 
 from dearmpi.cli.endings import complain
+from dearmpi.cli.flags import Choice
 from dearmpi.cli.run import check_config, read_sources, run
 from dearmpi.errors import ConfigError, LaunchError
 from dearmpi.plan.data.plan import read_plan
@@ -72,7 +73,7 @@ class _SlurmCommand(click.Command):
 )
 @click.option(
     "--launcher",
-    type=click.Choice(get_args(Launcher)),
+    type=Choice(get_args(Launcher)),
     default="mpirun",
     show_default=True,
     help="what starts the ranks inside the job",

@@ -8,6 +8,8 @@ import pytest
 
 from dearmpi.config import MIB, EngineConfig, known_names
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.plan import read_plan
+from dearmpi.plan.data.plan_choice import choose_plan
 from tests.codes import raises
 
 
@@ -65,6 +67,15 @@ def test_a_topology_that_cannot_be_is_refused(settings: dict[str, Any], code: st
     assert rated.grid_order == (0, 2, 1, 3) and numbered.grid_rates == ()
     file = EngineConfig(topology="2x2.json")
     assert (file.grid_sizes, file.topology_file) == ((), "2x2.json")
+
+
+def test_the_nearest_word_is_told_where_words_stand_beside_files_and_numbers() -> None:
+    with raises(ConfigError, "malformed-value", "did you mean 'hosts'?"):
+        EngineConfig(topology="host")
+    with raises(ConfigError, "unreadable-file", "did you mean 'bayes'?"):
+        read_plan("byes")
+    with raises(ConfigError, "file-missing", "did you mean 'auto'?"):
+        choose_plan("atuo", EngineConfig())
 
 
 def test_an_unknown_name_far_from_all_gets_the_list_alone() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dearmpi.config import nearest
 from dearmpi.errors import ConfigError
 from dearmpi.version import __version__
 
@@ -124,8 +125,11 @@ _KINDS = {
 """The files of this package, by a key that stands in no other."""
 
 
-def read_text(path: str | Path, *, mark: str) -> str:
-    """All of the file at ``path``, of the kind ``mark``. Raises ConfigError if it has no text."""
+def read_text(path: str | Path, *, mark: str, words: Sequence[str] = ()) -> str:
+    """All of the file at ``path``, of the kind ``mark``. Raises ConfigError if it has no text.
+
+    words: what could have been meant in the place of a file.
+    """
     kind = _KINDS[mark]
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -133,7 +137,8 @@ def read_text(path: str | Path, *, mark: str) -> str:
         what = kind.split(",")[0].removeprefix("a ")
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(
-            f"cannot read the {what} {path}: {reason}; give {kind}", code="unreadable-file"
+            f"cannot read the {what} {path}: {reason}; {nearest(str(path), words)}give {kind}",
+            code="unreadable-file",
         ) from None
 
 

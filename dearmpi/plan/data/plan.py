@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from dearmpi.config import Gather, check_choice
+from dearmpi.config import Gather, check_choice, nearest
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.fields import Fields, check_format, errors_name, read_fields, read_text
 from dearmpi.plan.data.layout import BucketLayout, ParamSpec, build_layout
@@ -280,7 +280,9 @@ class Plan:
 
 def read_plan(path: str | Path) -> Plan:
     """The plan in the file at ``path``. Raises ConfigError if it is none."""
-    return Plan.from_json(read_text(path, mark="buckets"), str(path))
+    return Plan.from_json(
+        read_text(path, mark="buckets", words=("auto", "none", "bayes")), str(path)
+    )
 
 
 def fingerprint(specs: Iterable[ParamSpec]) -> str:
@@ -333,5 +335,6 @@ def _parse_choice(data: Fields, key: str, kind: type[Choice]) -> Choice:
     for choice in kind:
         if choice.value == value:
             return choice
-    known = ", ".join(choice.value for choice in kind)
-    raise data.problem(key, f"is {value!r}; choose one of {known}")
+    known = [choice.value for choice in kind]
+    near = nearest(value, known)
+    raise data.problem(key, f"is {value!r}; {near}choose one of {', '.join(known)}")

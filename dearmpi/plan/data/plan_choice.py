@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from dearmpi.config import EngineConfig
+from dearmpi.config import EngineConfig, nearest
 from dearmpi.errors import ArgumentError, ConfigError
 from dearmpi.plan.data.plan import Plan, read_plan
 
@@ -62,7 +62,8 @@ def choose_plan(
     if plan != "auto":
         if isinstance(plan, str) and not Path(plan).exists():
             raise ConfigError(
-                f"cannot read the plan {plan!r}: there is no such file; {_PLANS}",
+                f"cannot read the plan {plan!r}: there is no such file; "
+                f"{nearest(plan, ['auto'])}{_PLANS}",
                 code="file-missing",
             )
         chosen = read_plan(plan) if isinstance(plan, str | Path) else plan

@@ -104,8 +104,10 @@ class RunFolder:
         """
         folder = cls(path)
         if not is_folder(path, ConfigError):
+            meant = Path("runs", path)
+            hint = f"did you mean {meant}? " if is_folder(meant, ConfigError) else ""
             raise ConfigError(
-                f"there is no folder {path}; give the folder of a run", code="file-missing"
+                f"there is no folder {path}; {hint}give the folder of a run", code="file-missing"
             )
         # A copy may lack the checkpoints, which are large.
         has_metrics = is_there(folder.metrics_jsonl, ConfigError)

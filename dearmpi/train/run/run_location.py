@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.comm.world import World
+from dearmpi.config import nearest
 from dearmpi.errors import CheckpointError, ConfigError, DearError, TaskError
 from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
 from dearmpi.train.disk import FolderLock, is_folder, is_there, lock_folder
@@ -132,6 +133,12 @@ def find_location(chosen: Mapping[str, Any], *, default_root: str) -> RunLocatio
         return _new(RunLocation(root, name))
     if resume == "auto":
         return _find_latest(root, name)
+    if not is_there(Path(resume), CheckpointError) and (near := nearest(resume, ["auto"])):
+        raise CheckpointError(
+            f"--resume is {resume!r}, and there is no such folder; {near}give that with --name, or "
+            "the path of a checkpoint or a run folder",
+            code="no-checkpoint",
+        )
     if name is not None and (begun := _find_begun(root, name, Path(resume))) is not None:
         return begun
     checkpoint = resolve(Path(resume))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from dearmpi.config import nearest
 from dearmpi.errors import ConfigError
 
 Kind = Literal[
@@ -80,7 +81,7 @@ class Setting:
             case "integer" if value in self.choices:
                 return value
             case "integer":
-                return self._check_bounds(_to_integer(value, label), label)
+                return self._check_bounds(_to_integer(value, label, words=self.choices), label)
             case "number":
                 return self._check_bounds(_to_number(value, label), label)
             case "duration":
@@ -132,7 +133,8 @@ class Setting:
         if value not in self.choices and not (self.takes_own and ":" in value):
             or_numbers = ", or give a number for each rank, such as 2,1,1" * self.takes_numbers
             raise ConfigError(
-                f"{label} is {value!r}; choose one of {', '.join(self.choices)}{or_numbers}",
+                f"{label} is {value!r}; {nearest(value, self.choices)}choose one of "
+                f"{', '.join(self.choices)}{or_numbers}",
                 code="unknown-choice",
             )
         return value
@@ -168,7 +170,7 @@ _METAVARS = {
 }
 
 
-def _to_integer(value: object, label: str) -> int:
+def _to_integer(value: object, label: str, *, words: Sequence[str] = ()) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -176,7 +178,11 @@ def _to_integer(value: object, label: str) -> int:
             return int(value)
         except ValueError:
             pass
-    raise ConfigError(f"{label} is {value!r}; it must be a whole number", code="wrong-type")
+    near = nearest(str(value), words)
+    raise ConfigError(
+        f"{label} is {value!r}; {near}it must be {' or '.join(('a whole number', *words))}",
+        code="wrong-type",
+    )
 
 
 def _to_number(value: object, label: str) -> float:

@@ -121,6 +121,22 @@ def test_a_folder_of_runs_is_listed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert str(manifest) in " ".join(cells["broken"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["plan", "--gather", "params"], "parameters"),
+        (["calibrate", "--compress", "int6"], "int8"),
+        (["slurm", "--launcher", "mpi-run"], "mpirun"),
+        (["federate", "--split", "labels"], "label"),
+    ],
+)
+def test_every_command_suggests_the_nearest_choice(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], meant: str
+) -> None:
+    assert main(arguments) == 2
+    assert f"did you mean '{meant}'?" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_folder_of_runs_is_none_to_export_from(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

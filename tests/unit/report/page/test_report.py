@@ -281,6 +281,16 @@ def test_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @quick
+def test_a_run_is_named_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs", "a").mkdir(parents=True)
+    assert main(["report", "a"]) == 2
+    assert f"did you mean {Path('runs', 'a')}?" in capsys.readouterr().err
+
+
+@quick
 def test_a_place_that_cannot_be_written_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,6 +102,12 @@ def test_auto_does_not_begin_anew_where_no_checkpoint_can_be_read(tmp_path: Path
         find(tmp_path, name="a", resume="auto")
 
 
+def test_a_misspelled_auto_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with raises(CheckpointError, "no-checkpoint", "'atuo'", "did you mean 'auto'?"):
+        find(tmp_path, name="a", resume="atuo")
+
+
 def test_a_link_to_a_checkpoint_means_the_run_that_has_it(tmp_path: Path) -> None:
     run = make_run(tmp_path, "a", 3)
     link, copy = tmp_path / "mine" / "checkpoints" / "best", tmp_path / "mine" / "copy"

@@ -42,6 +42,33 @@ def test_values_of_flags_and_files_are_converted(name: str, text: object, value:
     assert SETTINGS[name].convert(text, label=name) == expected
 
 
+@pytest.mark.parametrize("name", [name for name, about in SETTINGS.items() if about.choices])
+def test_the_nearest_choice_of_every_setting_is_suggested(name: str) -> None:
+    for choice in SETTINGS[name].choices:
+        for wrong in {f"{choice}x", choice[:1] + choice, choice.upper()}:
+            if wrong not in SETTINGS[name].choices:
+                with pytest.raises(ConfigError, match=rf"; did you mean '{choice}'\? "):
+                    make_source("flag", {name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "meant"),
+    [
+        ("compress", "int6", "int8"),
+        ("device", "gpu", "cuda"),
+        ("update_on", "gpu", "device"),
+        ("update_on", "cpu", "host"),
+        ("precision", "float16", "fp16"),
+        ("precision", "bfloat16", "bf16"),
+        ("comm_dtype", "float32", "fp32"),
+        ("no_decay", "norms,bias", "biases"),
+    ],
+)
+def test_what_others_call_a_choice_leads_to_ours(name: str, value: str, meant: str) -> None:
+    with raises(ConfigError, "unknown-choice", f"did you mean '{meant}'? choose one of"):
+        make_source("flag", {name: value})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
