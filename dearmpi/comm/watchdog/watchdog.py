@@ -349,7 +349,7 @@ class Watchdog:
     def _raise_if_hopeless(self, wait: WatchedWait) -> None:
         own = self._status_of(wait, wait.thread)
         trains = wait.thread == self._main  # else the main thread may yet do what others wait for
-        are_gone = trains and self._have_all_left(wait)
+        are_gone = trains and self.has_others and self._have_all_left(wait)
         for rank, other in sorted(wait.answers.items()):
             in_vain = other.left or (trains and other.waits_for(own))
             if are_gone or (own.waits_for(other) and in_vain):

@@ -199,3 +199,18 @@ def test_a_rank_that_has_ended_is_a_single_line() -> None:
     assert __file__ in str(watchdog.status().stack)
     watchdog.leave()
     assert watchdog.status().stack == ()
+
+
+def test_a_world_of_one_waits_for_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for an update that takes long: nobody has left it alone."""
+    clock = Clock(monkeypatch)
+    watchdog = Watchdog(Inbox(), rank=0, hosts=HOSTS[:1], limits=PATIENT)
+    watchdog.begin_wait("the parameters of bucket 0")
+    for _ in range(20):
+        clock.now_s += 0.5
+        watchdog.tend()
+        watchdog.check_wait()
+    watchdog.end_wait()
+    assert "waits 6 s for the parameters of bucket 0" in capsys.readouterr().err
