@@ -20,6 +20,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import NonFiniteLossError
+from dearmpi.local.sync_settings import shared_dtype
 from dearmpi.plan.data.local_schedule import deal_runs
 from dearmpi.torch_internals import parameter_table
 
@@ -50,7 +51,7 @@ class Anchor:
         self._module = nn.Module()
         table = parameter_table(self._module)  # register_parameter refuses names with dots
         for name, param in trained.items():
-            table[name] = nn.Parameter(_widened(param))
+            table[name] = nn.Parameter(param.detach().to(shared_dtype(param), copy=True))
         sgd = torch.optim.SGD(
             self._module.parameters(), lr=lr, momentum=momentum, nesterov=momentum > 0
         )
@@ -155,12 +156,6 @@ class Anchor:
         for name in self._exchanged ^ names:
             shared[name].requires_grad_(name in names)
         self._exchanged = names
-
-
-def _widened(param: nn.Parameter) -> Tensor:
-    """A copy; in fp32 if that is wider, since deltas are smaller than the values."""
-    value = param.detach()
-    return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
 
 
 @dataclass(slots=True)

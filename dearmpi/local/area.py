@@ -56,11 +56,14 @@ class AucLoss(nn.Module):
         self._has_warned = False
 
     def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a batch. scores: (n,), in [0, 1] for the theory. labels: (n,), 0 or 1.
+        """The loss of a batch. scores: (n,), in [0, 1]. labels: (n,), 0 or 1.
 
         A batch of one class has no pairs: it moves ``a`` or ``b`` and the scores alone.
+        Raises ConfigError for scores in host memory out of their range, unless there is a margin.
         """
         p = self.positive_share
+        if self.margin is None and scores.device.type == "cpu":
+            _check_scores(scores.detach())
         positive = (labels > 0).to(scores.dtype)
         negative = 1 - positive
         has_both = positive.amax() * negative.amax()
@@ -84,6 +87,17 @@ class AucLoss(nn.Module):
         return spread.mean() + pairs - p * (1 - p) * alpha.square() * has_both
 
 
+def _check_scores(scores: Tensor) -> None:
+    if len(scores) and not torch.compiler.is_compiling():
+        least, most = (float(value) for value in scores.aminmax())
+        if least < 0 or most > 1:
+            raise ConfigError(
+                f"scores go from {least:.6g} to {most:.6g}, but without a margin the loss is of "
+                "scores from 0 to 1; give torch.sigmoid(scores), or a margin",
+                code="out-of-range",
+            )
+
+
 class _Ascend(torch.autograd.Function):
     """The same value; the gradient with its sign turned."""
 
@@ -105,8 +119,12 @@ class PrimalDual(Optimizer):
     parameters are held near where they are now. Give ``stage_steps`` as a multiple of
     ``sync_every``, so that a stage begins with equal parameters.
 
+    correct: changes a parameter's gradient in place, once it is clipped; None: nothing does.
+
     Source: CoDA, arXiv 2005.02426, with the last iterate of a stage as its code has it.
     """
+
+    correct: Callable[[Tensor, Tensor], object] | None = None
 
     def __init__(
         self,
@@ -153,6 +171,8 @@ class PrimalDual(Optimizer):
                 scale = (group["clip"] / (norm + 1e-6)).clamp(max=1.0)
                 grads = [grad.mul_(scale) for grad in grads]
             for param, grad in zip(params, grads, strict=True):
+                if self.correct is not None:
+                    self.correct(param, grad)
                 self._move(param, grad, group)
 
     def _move(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:

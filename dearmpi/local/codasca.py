@@ -15,6 +15,7 @@ from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.engine.trace.spans import Traffic
 from dearmpi.local.anchor import Anchor
+from dearmpi.local.area import PrimalDual
 from dearmpi.local.local_optimizer import AVERAGING, LocalOptimizer
 
 
@@ -22,7 +23,8 @@ class Codasca(LocalOptimizer):
     """``LocalOptimizer.average`` for ranks with unequal data: each corrects its gradients by the
     difference of all ranks' mean gradient and its own, of the round before.
 
-    It exchanges twice as many bytes. Corrections of all ranks add up to zero.
+    It exchanges twice as many bytes. Corrections of all ranks add up to zero. Where ``PrimalDual``
+    clips gradients, their means are of clipped ones, since the steps are.
     Source: CODASCA, arXiv 2102.04635.
     """
 
@@ -50,6 +52,9 @@ class Codasca(LocalOptimizer):
         self._sums = {name: value.clone() for name, value in zeros.items()}
         self._corrections = zeros
         self._steps_in_round = 0
+        self._names: dict[Tensor, str] = {param: name for name, param in self._trained.items()}
+        if isinstance(inner, PrimalDual):
+            inner.correct = self._correct
 
     @property
     def waited_s(self) -> float:
@@ -80,16 +85,23 @@ class Codasca(LocalOptimizer):
         was_closed = self._is_closed
         super().close()
         if not was_closed:
+            if isinstance(self._optimizer, PrimalDual):
+                self._optimizer.correct = None
             self._means.close()
 
     @torch.no_grad()
     def _step_alone(self) -> None:
-        for name, param in self._trained.items():
-            if param.grad is not None:
-                self._sums[name].add_(param.grad)
-                param.grad.add_(self._corrections[name])
+        if not isinstance(self._optimizer, PrimalDual):
+            for param in self._trained.values():
+                if param.grad is not None:
+                    self._correct(param, param.grad)
         super()._step_alone()
         self._steps_in_round += 1
+
+    def _correct(self, param: Tensor, grad: Tensor) -> None:
+        name = self._names[param]
+        self._sums[name].add_(grad)
+        grad.add_(self._corrections[name])
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -28,7 +28,9 @@ from dearmpi.local.sync_settings import (
     check_mix,
     check_numbers,
     choose_config,
+    choose_schedule,
     compare_ranks,
+    refuse_synchronized,
     with_buckets,
 )
 from dearmpi.plan.data.local_schedule import LocalSchedule
@@ -44,7 +46,6 @@ AVERAGING: Mapping[str, Any] = MappingProxyType(
     }
 )
 """Arguments with which ranks go on from the mean of their parameters."""
-_MOST_FRAGMENTS, _MOST_DELAY = 8, 5
 
 
 class LocalOptimizer(LocalSaving):
@@ -103,6 +104,7 @@ class LocalOptimizer(LocalSaving):
                 sync_every, 1 if fragments is None else fragments, 0 if delay is None else delay
             )
         config = choose_config(config, compress, inner)
+        refuse_synchronized(model)
         super().__init__(inner.param_groups, inner.defaults)
         self._optimizer, self._model = inner, model
         self.world = choose_world(world)
@@ -111,14 +113,16 @@ class LocalOptimizer(LocalSaving):
         compare_ranks(self.world, given)
         names = optimized_parameters(inner, model)
         self._trained = {name: param for param, name in names.items() if _is_number(param)}
-        config = with_buckets(config, fragments, self._trained.values(), self.world.size)
+        config, num_buckets = with_buckets(config, fragments, self._trained, self.world.size)
+        self.exchanges = choose_schedule(sync_every, fragments, delay, num_buckets)
+        self.mix = check_mix(mix, self.exchanges.delay)
         broadcast_buffers(model, self.world)
         broadcast_parameters(model, self.world)
         self._anchor = Anchor(
             self._trained, world=self.world, lr=outer_lr, momentum=outer_momentum, config=config
         )
         try:
-            self._plan(sync_every, fragments, delay, mix)
+            self.fragments = self._anchor.fragments(self.exchanges.fragments)
             self._dense = _dense_phase(inner, model, self.world, sync_after)
         except BaseException:
             self._anchor.close()
@@ -261,17 +265,6 @@ class LocalOptimizer(LocalSaving):
 
     def _switch(self, mode: str) -> None:
         getattr(self._optimizer, mode)()
-
-    def _plan(self, sync_every: int, fragments: int | None, delay: int | None, mix: float) -> None:
-        """Settle the schedule by the number of buckets."""
-        num_buckets = sum(bucket.trained for bucket in self.outer.layout)
-        if fragments is None:
-            fragments = max(1, min(_MOST_FRAGMENTS, sync_every // (1 + (delay or 0)), num_buckets))
-        if delay is None:
-            delay = min(_MOST_DELAY, LocalSchedule.most_delay(sync_every, fragments))
-        self.exchanges = LocalSchedule(sync_every, fragments, delay)
-        self.mix = check_mix(mix, delay)
-        self.fragments = self._anchor.fragments(fragments)
 
     def _step_alone(self) -> None:
         self._optimizer.step()

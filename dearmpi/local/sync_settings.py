@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Real
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
 from dearmpi.config import MIB, Compress, EngineConfig
+from dearmpi.engine.sync.batch_norm import SyncBatchNorm
 from dearmpi.errors import ConfigError, MismatchError
-from dearmpi.plan.data.local_schedule import check_count
+from dearmpi.plan.data.layout import fuse_by_cap, spec_of
+from dearmpi.plan.data.local_schedule import LocalSchedule, check_count, deal_runs
+
+_MOST_FRAGMENTS, _MOST_DELAY = 8, 5
 
 
 def check_numbers(sync_every: int, sync_after: int, lr: float, momentum: float) -> None:
@@ -81,20 +86,60 @@ def choose_config(
     return replace(config, compress=compress)
 
 
+def refuse_synchronized(model: nn.Module) -> None:
+    """Raise ConfigError for batch normalisation over all ranks, which would wait in each step."""
+    for name, module in model.named_modules():
+        if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
+            raise ConfigError(
+                f"module {name or 'of the model'} is a SyncBatchNorm, which exchanges in each "
+                "forward, but with local steps ranks train alone between exchanges; use ordinary "
+                "batch normalisation",
+                code="module-not-served",
+            )
+
+
 def with_buckets(
     config: EngineConfig,
     fragments: int | None,
-    params: Iterable[nn.Parameter],
+    trained: Mapping[str, nn.Parameter],
     world_size: int,
-) -> EngineConfig:
-    """With a smaller bucket cap, if none is given and ``fragments`` need more buckets."""
-    if fragments is None or config.bucket_cap_mb is not None:
-        return config
-    nbytes = sum(param.numel() * max(4, param.itemsize) for param in params)
-    least = nbytes // (2 * fragments)  # a bucket exceeds the cap at times
-    if config.cap_bytes(nbytes, world_size=world_size) <= least:
-        return config
-    return replace(config, bucket_cap_mb=max(1, least) / MIB)
+) -> tuple[EngineConfig, int]:
+    """With a smaller bucket cap, if none is given and ``fragments`` need more buckets; the number
+    of buckets of what ranks share.
+
+    trained: by name. Raises ConfigError for more fragments than buckets.
+    """
+    specs = [
+        spec_of(
+            nn.Parameter(torch.empty_like(param, dtype=shared_dtype(param), device="meta")), name
+        )
+        for name, param in trained.items()
+    ]
+    nbytes = sum(spec.nbytes for spec in specs)
+    cap_bytes = config.cap_bytes(nbytes, world_size=world_size)
+    least = max(1, nbytes // (2 * (fragments or 1)))  # a bucket exceeds the cap at times
+    if fragments is not None and config.bucket_cap_mb is None and cap_bytes > least:
+        config, cap_bytes = replace(config, bucket_cap_mb=least / MIB), least
+    buckets = fuse_by_cap(specs, cap_bytes)
+    if fragments is not None:
+        deal_runs([sum(spec.nbytes for spec in bucket) for bucket in buckets], fragments)
+    return config, len(buckets)
+
+
+def choose_schedule(
+    sync_every: int, fragments: int | None, delay: int | None, num_buckets: int
+) -> LocalSchedule:
+    """As given, and else as many fragments and steps as ``sync_every`` and the buckets allow."""
+    if fragments is None:
+        fragments = max(1, min(_MOST_FRAGMENTS, sync_every // (1 + (delay or 0)), num_buckets))
+    if delay is None:
+        delay = min(_MOST_DELAY, LocalSchedule.most_delay(sync_every, fragments))
+    return LocalSchedule(sync_every, fragments, delay)
+
+
+def shared_dtype(param: nn.Parameter) -> torch.dtype:
+    """What ranks share of ``param`` is in fp32 at least, since deltas are smaller than values."""
+    return torch.promote_types(param.dtype, torch.float32)
 
 
 def compare_ranks(world: World, own: str, *, code: str = "ranks-built-differently") -> None:

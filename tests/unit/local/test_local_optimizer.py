@@ -18,10 +18,7 @@ from dearmpi import DistributedOptimizer, EngineConfig, LocalOptimizer
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket import bucket
 from dearmpi.errors import (
-    ArgumentError,
     CheckpointError,
-    ConfigError,
-    DearError,
     MismatchError,
     NonFiniteLossError,
     UsageError,
@@ -361,42 +358,6 @@ def test_defaults_fit_the_steps_between_exchanges(every: int, expected: Any) -> 
     run_ranks(2, build)
 
 
-REFUSED: list[tuple[dict[str, Any], type[DearError], str]] = [
-    ({"sync_every": 0}, ConfigError, "out-of-range"),
-    ({"sync_every": 2.5}, ConfigError, "wrong-type"),
-    ({"sync_every": 6, "fragments": 2, "delay": 3}, ConfigError, "settings-contradict"),
-    ({"sync_every": 40, "fragments": 40}, ConfigError, "out-of-range"),
-    ({"fragments": 0}, ConfigError, "out-of-range"),
-    ({"outer_lr": 0}, ConfigError, "out-of-range"),
-    ({"outer_lr": float("nan")}, ConfigError, "out-of-range"),
-    ({"outer_momentum": 1.0}, ConfigError, "out-of-range"),
-    ({"mix": 1.0}, ConfigError, "out-of-range"),
-    ({"delay": 0, "mix": 0.5}, ConfigError, "settings-contradict"),
-    ({"sync_after": -1}, ConfigError, "out-of-range"),
-    ({"compress": "int3"}, ConfigError, "unknown-choice"),
-    ({"compress": "auto"}, ConfigError, "settings-contradict"),
-    ({"config": EngineConfig(eager=True)}, ConfigError, "settings-contradict"),
-    ({"config": EngineConfig(buffers="average")}, ConfigError, "settings-contradict"),
-    ({"local_steps": 5}, ArgumentError, "unknown-argument"),
-    ({"fragment_sync_delay": 5}, ArgumentError, "unknown-argument"),
-]
-
-
-@pytest.mark.parametrize(("settings", "kind", "code"), REFUSED, ids=str)
-def test_settings_without_meaning_are_refused_on_all_ranks(
-    settings: dict[str, Any], kind: type[DearError], code: str
-) -> None:
-    def build(world: World) -> None:
-        model = build_model("dense")
-        with raises(kind, code):
-            LocalOptimizer(sgd(model.parameters()), model, world=world, **settings)
-        with raises(ConfigError, "settings-contradict", "outer_lr"):
-            LocalOptimizer.average(sgd(model.parameters()), model, world=world, outer_lr=0.5)
-        LocalOptimizer.average(sgd(model.parameters()), model, world=world).close()
-
-    run_ranks(2, build)
-
-
 def test_ranks_with_other_settings_are_told() -> None:
     def build(world: World) -> None:
         model = build_model("dense")
@@ -537,18 +498,6 @@ def test_a_state_that_the_phase_cannot_take_up_is_refused() -> None:
             other.load_state_dict(copy.deepcopy(local.state_dict()))
         local.close()
         other.close()
-
-    run_ranks(2, train)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"outer_lr": "0.7"}, {"outer_lr": True}, {"outer_momentum": None}, {"mix": "0", "delay": 1}],
-)
-def test_what_is_no_number_is_refused(settings: dict[str, Any]) -> None:
-    def train(world: World) -> None:
-        with raises(ConfigError, "wrong-type"):
-            Case(inner=sgd).optimizer(build_model("dense"), world, **settings)
 
     run_ranks(2, train)
 

@@ -14,7 +14,6 @@ from dearmpi import Scaffnew
 from dearmpi.comm.world import World
 from dearmpi.errors import (
     CheckpointError,
-    ConfigError,
     DearError,
     MismatchError,
     NonFiniteLossError,
@@ -172,26 +171,6 @@ def test_lr_and_p_follow_from_smoothness() -> None:
         assert optimizer.rule == RoundRule(3, 2 / 4.25, 0.25, 3, 3)
         assert optimizer.rule.eta == pytest.approx(0.25)
         optimizer.close()
-
-    run_ranks(3, build)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, "setting-missing"),
-    ({"lr": 0.0}, "out-of-range"),
-    ({"lr": 0.1, "p": 0.0}, "out-of-range"),
-    ({"lr": 0.1, "sparsity": 1}, "out-of-range"),
-    ({"lr": 0.1, "cohort": 4}, "out-of-range"),
-    ({"smoothness": (1.0, 2.0)}, "out-of-range"),
-]
-
-
-@pytest.mark.parametrize(("settings", "code"), REFUSED, ids=str)
-def test_settings_without_meaning_are_refused(settings: dict[str, Any], code: str) -> None:
-    def build(world: World) -> None:
-        model = Plane()
-        with raises(ConfigError, code):
-            Scaffnew(model.parameters(), model, world=world, **settings)
 
     run_ranks(3, build)
 
