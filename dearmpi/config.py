@@ -464,9 +464,10 @@ class EngineConfig:
         self._check_powersgd()
         if self.compress == "none":
             return
+        added_here = {*get_args(ReduceScatter), "auto"} - ADDED_BY_LIBRARY
         for name, value, served, cure in (
             ("comm_dtype", self.comm_dtype, ("fp32",), "one of the two out"),
-            ("reduce_scatter", self.reduce_scatter, ("ring", "exchange", "auto"), "it out"),
+            ("reduce_scatter", self.reduce_scatter, added_here, "it out"),
             ("update_on", self.update_on, ("device",), "it out"),
         ):
             if value not in served:

@@ -23,14 +23,11 @@ from dearmpi.train.tasks.task import Task, collate
 _LEARNING_RATE = 1e-3
 _TOLERANCE = 0.02  # gradients may travel as bfloat16
 # Of a gradient that is the same in all elements and steps: by its scale in bf16, or one code of 7.
+# Others bring all of it, powersgd where its factors hold all.
 _MOST_QUANTIZED: Mapping[str, float] = {
-    "none": 0.0,
-    "nonzero": 0.0,
-    "sketch": 0.0,  # rounding waits
     "int8": 0.01,
     "int4": 0.15,
     "auto": 0.15,  # which may take int4
-    "powersgd": 0.0,  # if factors hold all
     **dict.fromkeys(SPARSE, 0.01),  # with a density of 1; parameters are of int8
 }
 _LEAST_SPARSE = 0.8  # of what sparse steps bring in the mean
@@ -105,7 +102,7 @@ class ReplayedModel:
         if density < 1:
             return self._problem_of_sparse(model, num_steps, density)
         if progress is not None:
-            return self._problem_of_progress(model, progress, _MOST_QUANTIZED[compress])
+            return self._problem_of_progress(model, progress, _MOST_QUANTIZED.get(compress, 0.0))
         num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
         for name, param in model.named_parameters():
             if not param.requires_grad:
@@ -114,7 +111,7 @@ class ReplayedModel:
             gradient = num_uses * self._scale * (1 + self.world_size) / 2
             expected = -_LEARNING_RATE * gradient * num_steps
             part = min(_TOLERANCE, 0.5 / num_steps)  # less than a step too few
-            part = max(part, _MOST_QUANTIZED[compress])
+            part = max(part, _MOST_QUANTIZED.get(compress, 0.0))
             most = max(part, self._lost_in_sums(comm_dtype)) * abs(expected)
             local = param.detach()
             local = local.to_local() if hasattr(local, "to_local") else local

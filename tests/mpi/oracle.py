@@ -13,7 +13,7 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,11 +23,13 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.world import World
+from dearmpi.config import ReduceScatter
 from tests.mpi.models import NUM_FEATURES, build_model
 
 NUM_STEPS = 6
 BATCH = 7  # not a multiple of any world size but 1 (and 7)
 MAX_NORM = 0.05
+REDUCE_SCATTERS = ("ring", *(name for name in get_args(ReduceScatter) if name != "ring"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,10 @@ from dearmpi.comm.world import World
 from dearmpi.errors import DearError
 from dearmpi.plan.data.layout import ParamSpec
 from dearmpi.plan.data.workload import LayerSpec, Workload, float_layer, read_workload
+from tests.mpi.collectives.contributions import ADDED_HERE, ALGORITHMS
 from tests.mpi.comparisons import SHORT, contest
+
+GATHERS = ["all-gather native", "all-gather ring"]
 
 pytestmark = pytest.mark.ranks(1, 2)
 
@@ -279,23 +282,17 @@ def test_collectives_are_measured_on_every_size(
     torch.set_num_threads(2)
     result = measure_collectives(world, [0.01, 0.1], repeats=2, tell=lambda line: None)
     assert torch.get_num_threads() == 1
-    names = [f"reduce-scatter {algorithm}" for algorithm in ("native", "ring", "exchange")]
-    names += ["all-gather native", "all-gather ring"]
+    names = [f"reduce-scatter {algorithm}" for algorithm in ALGORITHMS] + GATHERS
     assert [row.name for row in result.rows] == 2 * names
     assert all(row.each_s > 0 and 0 <= row.overlap.imb <= 1 for row in result.rows)
     assert len(describe_collectives(result)) == 4 + len(result.rows)
-    assert len(json.loads(collectives_json(result))["rows"]) == 10
+    assert len(json.loads(collectives_json(result))["rows"]) == 2 * len(names)
 
 
 @pytest.mark.ranks(2)
 def test_collectives_in_half_precision_are_those_that_can(world: World) -> None:
     result = measure_collectives(world, [0.1], repeats=1, tell=lambda line: None, wire_dtype="bf16")
-    names = [
-        "reduce-scatter ring",
-        "reduce-scatter exchange",
-        "all-gather native",
-        "all-gather ring",
-    ]
+    names = [f"reduce-scatter {algorithm}" for algorithm in ADDED_HERE] + GATHERS
     assert [row.name for row in result.rows] == names
     for row in result.rows:  # half of each buffer goes to the other rank, at two bytes an element
         assert row.wire_bits_s * row.each_s == pytest.approx(8 * row.nbytes / 4)

@@ -18,7 +18,7 @@ from dearmpi.comm.world import World
 from tests.combinations import turns_of
 from tests.forks import forked
 from tests.job import Ended, Job
-from tests.mpi.oracle import Case, Outcome, Training, assert_same, train
+from tests.mpi.oracle import REDUCE_SCATTERS, Case, Outcome, Training, assert_same, train
 
 ROOT = Path(dearmpi.__file__).parents[1]
 CASE = Case(model="dense", optimizer="adam", cap_mb=1e-6)
@@ -40,7 +40,7 @@ class Churn:
         del junk
 
 
-@turns_of(gather=["parameters", "gradients"], reduce_scatter=["ring", "native", "exchange"])
+@turns_of(gather=["parameters", "gradients"], reduce_scatter=REDUCE_SCATTERS)
 def test_buffers_in_flight_outlive_garbage_collection(
     gather: str, reduce_scatter: str, world: World
 ) -> None:
@@ -62,7 +62,7 @@ def test_buffers_in_flight_outlive_garbage_collection(
     assert_same(outcome, with_plain_torch.outcome())
 
 
-@pytest.mark.parametrize("reduce_scatter", ["ring", "native", "exchange"])
+@pytest.mark.parametrize("reduce_scatter", REDUCE_SCATTERS)
 def test_a_script_may_drop_everything_in_the_middle_of_a_step(
     reduce_scatter: str, world: World
 ) -> None:

@@ -12,6 +12,7 @@ from dearmpi.comm.world import World
 from tests.combinations import pairs_of, pairwise, turns_of
 from tests.mpi.oracle import (
     OPTIMIZERS,
+    REDUCE_SCATTERS,
     Case,
     Training,
     assert_equal_on_all_ranks,
@@ -29,7 +30,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "model": ("dense", "branches", "text", "image"),
     "schedule": ("dear", "wfbp", "serial"),
     "gather": ("parameters", "gradients"),
-    "reduce_scatter": ("ring", "native", "exchange"),
+    "reduce_scatter": REDUCE_SCATTERS,
     "cap_mb": (SOME, ONE_TENSOR, ALL),
     "groups": (1, 3),
     "scheduler": ("none", "lambda", "onecycle", "plateau"),
@@ -83,7 +84,7 @@ def test_training_equals_one_process_on_any_number_of_ranks(case: Case, world: W
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cap_mb", [ONE_TENSOR, SOME, ALL])
-@pytest.mark.parametrize("reduce_scatter", ["ring", "native", "exchange"])
+@pytest.mark.parametrize("reduce_scatter", REDUCE_SCATTERS)
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("schedule", ["dear", "wfbp", "serial"])
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
@@ -113,7 +114,7 @@ def test_training_equals_one_process_in_full(
 # precision stand out there.
 @pairs_of(
     optimizer=("sgd", "adagrad", "nesterov", "adam", "adamw"),
-    reduce_scatter=("ring", "native", "exchange"),
+    reduce_scatter=REDUCE_SCATTERS,
     schedule=("dear", "wfbp", "serial"),
 )
 def test_single_and_mixed_precision(
@@ -179,7 +180,7 @@ def test_progress_between_layers(
     assert_trains_as_one_process(case, polling_world)
 
 
-@turns_of(schedule=("dear", "wfbp", "serial"), reduce_scatter=("ring", "native", "exchange"))
+@turns_of(schedule=("dear", "wfbp", "serial"), reduce_scatter=REDUCE_SCATTERS)
 def test_the_same_run_twice_is_the_same_bit_by_bit(
     schedule: str, reduce_scatter: str, world: World
 ) -> None:

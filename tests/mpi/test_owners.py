@@ -19,6 +19,7 @@ from dearmpi.plan.data.schedule import build_schedule
 from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
 from tests.combinations import pairwise
 from tests.mpi.oracle import (
+    REDUCE_SCATTERS,
     Case,
     Training,
     assert_equal_on_all_ranks,
@@ -41,7 +42,7 @@ def cases(**factors: tuple[Any, ...]) -> list[Case]:
 MATRICES = cases(
     model=("matrices",),
     optimizer=("muon", "adafactor"),
-    reduce_scatter=("ring", "native", "exchange"),
+    reduce_scatter=REDUCE_SCATTERS,
     schedule=("dear", "wfbp", "serial"),
     cap_mb=(ONE_TENSOR, SOME, ALL),
     micro_batches=(1, 3),
@@ -345,7 +346,7 @@ def test_state_of_parameters_that_are_cut_follows_them(world: World) -> None:
 WEIGHTED = cases(
     optimizer=("adamw", "nesterov"),
     model=("dense", "branches", "mixed"),
-    reduce_scatter=("ring", "native", "exchange"),
+    reduce_scatter=REDUCE_SCATTERS,
     cap_mb=(SOME, ONE_TENSOR, ALL),
     clip=(None, 2.0),
     groups=(1, 3),

@@ -13,7 +13,7 @@ import pytest
 from dearmpi.comm.world import World
 from dearmpi.tune.device_probe import OPERATIONS, ProbeVerdict
 from tests.lazy_device import LazyDevice, put_on
-from tests.mpi.oracle import Case, assert_same, compares, train
+from tests.mpi.oracle import REDUCE_SCATTERS, Case, assert_same, compares, train
 
 CASES = [
     Case(optimizer="adamw", groups=3),
@@ -36,7 +36,7 @@ HOST = [
 
 DIRECT = [
     Case(optimizer="adamw", reduce_scatter=algorithm, gather=gather)
-    for algorithm in ("ring", "exchange", "native")
+    for algorithm in REDUCE_SCATTERS
     for gather in ("parameters", "gradients")
 ]
 

@@ -151,11 +151,9 @@ class MessagePassing(ABC):
 class Algorithm(Protocol):
     """One algorithm on one communicator, of two ranks or more.
 
-    library_adds: whether the library forms the sums, which it cannot do in half precision.
     all_gather: the algorithm whose all-gather this one takes; its own, or another's.
     """
 
-    library_adds: ClassVar[bool]
     all_gather: ClassVar[ReduceScatter]
 
     def __init__(self, transport: MessagePassing) -> None: ...

@@ -77,7 +77,6 @@ class ExchangeAlgorithm:
     order. Half precision is rounded once for each rank. Gathers around a ring.
     """
 
-    library_adds: ClassVar[bool] = False
     all_gather: ClassVar[ReduceScatter] = "ring"
 
     def __init__(self, transport: MessagePassing) -> None:

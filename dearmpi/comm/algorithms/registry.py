@@ -31,7 +31,7 @@ from dearmpi.comm.api.collectives import (
 )
 from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World, Wrap, unchanged
-from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
+from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig, ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts
 from dearmpi.grid import Buffers, Grid, GridGain, carried
 
@@ -39,7 +39,6 @@ from dearmpi.grid import Buffers, Grid, GridGain, carried
 class NativeAlgorithm:
     """``Algorithm`` by one operation of the library each way."""
 
-    library_adds: ClassVar[bool] = True
     all_gather: ClassVar[ReduceScatter] = "native"
 
     def __init__(self, transport: MessagePassing) -> None:
@@ -98,7 +97,7 @@ class CollectiveAlgorithms:
     @property
     def can_reduce(self) -> bool:
         """False where the library would have to add half precision."""
-        return self.wire_dtype is None or not ALGORITHMS[self.reduce_scatter].library_adds
+        return self.wire_dtype is None or self.reduce_scatter not in ADDED_BY_LIBRARY
 
     def carrying(self, buffers: Buffers) -> list[CollectiveAlgorithms]:
         """These for each of ``buffers``, whose elements are as large as in memory."""
@@ -231,7 +230,7 @@ def select_reduce_scatter(
     best: dict[ReduceScatter, float] = {}
     for name in get_args(ReduceScatter):
         algorithms = CollectiveAlgorithms(name, wire_dtype)
-        if not algorithms.can_reduce or (ALGORITHMS[name].library_adds and not library_can_add):
+        if not algorithms.can_reduce or (name in ADDED_BY_LIBRARY and not library_can_add):
             continue
         start = partial(algorithms.start_reduce_scatter, buffer)
         best[name] = min(run_all(world, channel, [start]) for _ in range(_NUM_TRIALS))

@@ -372,7 +372,6 @@ class RingReduceScatter(Ring):
 class RingAlgorithm:
     """``Algorithm`` of the two rings on one communicator."""
 
-    library_adds: ClassVar[bool] = False
     all_gather: ClassVar[ReduceScatter] = "ring"
 
     def __init__(self, transport: MessagePassing) -> None:

@@ -19,6 +19,7 @@ from dearmpi.engine.codec.choice import Codecs
 from dearmpi.engine.iteration.engine_state import EngineState, Iteration
 from dearmpi.engine.iteration.stages import (
     ENDED,
+    TRANSFORMS,
     CollectiveStage,
     StageOperation,
     Transform,
@@ -68,7 +69,7 @@ class Pipeline:
         self._before_step = ENDED[conduct.last_before_step]
         self._gathers_wait = not conduct.waits_in_step
         self.fills_nan = state.replicas is not None and self._before_gather is BucketState.UPDATED
-        self._add_transforms([BucketRuntime.average])
+        self._add_transforms()
 
     # Called on the main thread.
 
@@ -261,15 +262,16 @@ class Pipeline:
         state.iteration.num_finished += 1
         self._progress.notify()
 
-    def _add_transforms(self, transforms: Sequence[Transform]) -> None:
-        """Put each behind the stage that it follows in the list."""
-        left, before = iter(transforms), Stage.REDUCE
+    def _add_transforms(self) -> None:
+        """Put each of ``TRANSFORMS`` behind the stage that it follows in the list."""
+        left, before = iter(TRANSFORMS), Stage.REDUCE
         by_stage: dict[Stage, tuple[Transform, ...]] = {}
         for stage in self._state.conduct.stages:
             if stage is Stage.TRANSFORM:
                 by_stage[before] = (*by_stage.get(before, ()), next(left))
             else:
                 before = stage
+        assert next(left, None) is None, "stages_of() lists fewer transforms than TRANSFORMS has"
         for operation in (*self._reduces, *self._gathers, *self._updates):
             operation.transforms = by_stage.get(operation.stage, ())
 

@@ -31,6 +31,8 @@ ENDED = {
 }
 """The state of a bucket at the end of a stage."""
 
+TRANSFORMS: tuple[Transform, ...] = (BucketRuntime.average,)
+"""One for each ``Stage.TRANSFORM`` of ``stages_of``, in this order, on the progress thread."""
 
 LONG_S = 5e-3
 """An update that takes so long would let the wire run dry on the thread that polls."""

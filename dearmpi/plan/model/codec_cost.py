@@ -13,7 +13,6 @@ _MOST_SHARE = 4.0  # of the dense bytes; topk with density 1 sends twice as many
 # Bytes of an element beside four: codes, and the scale of each block in bf16.
 _QUANTIZED = {"int8": (1 + 2 / 256) / 4, "int4": (0.5 + 2 / 64) / 4}
 _PROJECTED = 2 / 1024  # block-topk: numbers of each block that travel before it is chosen
-_BY_DATA = ("nonzero", "sketch", "powersgd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ def require_known_bytes(compress: str) -> None:
             "as 'int8'",
             code="settings-contradict",
         )
-    if compress in _BY_DATA:
+    if compress not in ("none", *_QUANTIZED, *SPARSE):
         raise ConfigError(
             f"what compress {compress!r} sends follows from the model and its gradients, so that "
             "nothing is known of it before training; take plan 'auto', which measures it in the "

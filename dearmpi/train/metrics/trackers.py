@@ -1,6 +1,7 @@
 """Trackers: where the rows of metrics go besides the run folder's own files.
 
-A tracker of another kind is a class with the methods of ``Tracker``, and a line in ``TRACKERS``.
+A tracker of another kind is a class with the methods of ``Tracker``, a line in ``TRACKERS``, and a
+name in the setting ``tracker``.
 """
 
 from __future__ import annotations

@@ -503,7 +503,7 @@ class RunChoices:
         "several",
         "where rows go besides metrics.csv, separated by commas; each but csv is an extra",
         choices=get_args(TrackerName),
-        metavar="csv|tensorboard|wandb|mlflow",
+        metavar="|".join(get_args(TrackerName)),
     )
     tensorboard: bool = setting(False, "Run", "switch", "the same as --tracker tensorboard")
     trace: tuple[int, int] | None = setting(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from dearmpi.comm.api.collectives import Buffer, Collectives, Request
 from dearmpi.comm.world import World
-from dearmpi.config import ReduceScatter, WireDtype
+from dearmpi.config import ADDED_BY_LIBRARY, ReduceScatter, WireDtype
 
-ALGORITHMS: list[ReduceScatter] = ["native", "ring", "exchange"]
+ALGORITHMS: tuple[ReduceScatter, ...] = get_args(ReduceScatter)
+ADDED_HERE = tuple(name for name in ALGORITHMS if name not in ADDED_BY_LIBRARY)
 WIDE = [torch.float32, torch.float64]
 HALF = [torch.bfloat16, torch.float16]
 LARGE = 0  # stands for shards that make a little more than 1 MiB together

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -13,15 +12,16 @@ from torch import Tensor
 
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.comm.world import World
-from dearmpi.config import ReduceScatter
 from tests.mpi.collectives.contributions import ALGORITHMS, complete, contribution, own, total
+
+NUM_TURNS = 2 * len(ALGORITHMS) + 2
 
 
 def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Request:
     """One operation after the other, the same on every rank."""
     starts: list[Callable[[], Request]] = [
         *(partial(collectives.start_reduce_scatter, buffer, a) for a in ALGORITHMS),
-        *(partial(collectives.start_all_gather, buffer, a) for a in get_args(ReduceScatter)),
+        *(partial(collectives.start_all_gather, buffer, a) for a in ALGORITHMS),
         partial(collectives.start_all_reduce, buffer, "sum"),
         partial(collectives.start_broadcast, buffer, number % collectives.size),
     ]
@@ -30,14 +30,14 @@ def start_in_turn(collectives: Collectives, buffer: Tensor, number: int) -> Requ
 
 def assert_expected(world: World, buffer: Tensor, number: int) -> None:
     """What ``start_in_turn`` leaves: a reduce-scatter in this rank's shard, others everywhere."""
-    turn, numel = number % 8, len(buffer)
-    if turn in (0, 1, 2):
+    turn, numel = number % NUM_TURNS, len(buffer)
+    if turn < len(ALGORITHMS):
         whole = total(world, numel, torch.float32, number)
         assert torch.equal(own(world, buffer), own(world, whole)), number
         return
-    if turn == 6:
+    if turn == NUM_TURNS - 2:
         whole = total(world, numel, torch.float32, number)
-    elif turn == 7:
+    elif turn == NUM_TURNS - 1:
         whole = contribution(number % world.size, numel, torch.float32, number)
     else:
         sent = [contribution(rank, numel, torch.float32, number) for rank in range(world.size)]
@@ -57,14 +57,15 @@ def test_buffers_that_the_caller_drops_live_until_the_operation_is_complete(
     """
     numel = 25_000 // world.size * world.size  # small enough for memory to be reused at once
     generator = torch.Generator().manual_seed(world.rank)
-    for first in range(0, 64, 8):
+    for block in range(8):
+        first = block * NUM_TURNS
         requests: list[Request] = []
         kept: dict[int, Tensor] = {}
         owners: list[Tensor] = []
-        for number in range(first, first + 8):
+        for number in range(first, first + NUM_TURNS):
             buffer = contribution(world.rank, numel, torch.float32, number)
             requests.append(start_in_turn(collectives, buffer, number))
-            if (number + first // 8 + world.rank) % 2:
+            if (number + block + world.rank) % 2:
                 kept[number] = buffer
             del buffer
             owners += [torch.full((numel,), 77.0) for _ in range(3)]

@@ -15,6 +15,7 @@ from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.errors import ConfigError
 from tests.codes import raises
 from tests.mpi.collectives.contributions import (
+    ADDED_HERE,
     HALF,
     SHARDS,
     contribution,
@@ -46,7 +47,7 @@ def drawn(rank: int, numel: int) -> Tensor:
 
 @pytest.mark.parametrize("shard", SHARDS)
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
-@pytest.mark.parametrize("algorithm", ["ring", "exchange"])
+@pytest.mark.parametrize("algorithm", ADDED_HERE)
 def test_half_precision_on_the_wire_is_off_by_no_more_than_documented(
     world: World,
     channels: list[Channel],
@@ -83,7 +84,7 @@ def test_a_gather_in_half_precision_leaves_the_same_bits_everywhere(
 
 
 @pytest.mark.parametrize("wire_dtype", WIRE_DTYPES)
-@pytest.mark.parametrize("algorithm", ["ring", "exchange"])
+@pytest.mark.parametrize("algorithm", ADDED_HERE)
 def test_what_half_precision_cannot_hold_is_seen(
     world: World, channels: list[Channel], algorithm: ReduceScatter, wire_dtype: WireDtype
 ) -> None:
@@ -98,7 +99,7 @@ def test_what_half_precision_cannot_hold_is_seen(
         assert large.isposinf() if wire_dtype == "fp16" else abs(large - 1e6) < 4e3
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "exchange"])
+@pytest.mark.parametrize("algorithm", ADDED_HERE)
 @pytest.mark.parametrize("dtype", HALF)
 def test_buffers_that_are_no_wider_travel_as_they_are(
     world: World, channels: list[Channel], algorithm: ReduceScatter, dtype: torch.dtype
@@ -109,7 +110,7 @@ def test_buffers_that_are_no_wider_travel_as_they_are(
     assert torch.equal(own(world, buffer), own(world, total(world, numel, dtype)))
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "exchange"])
+@pytest.mark.parametrize("algorithm", ADDED_HERE)
 def test_several_in_half_precision_in_flight_do_not_share_memory(
     world: World, channels: list[Channel], algorithm: ReduceScatter
 ) -> None:

@@ -15,7 +15,7 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter, WireDtype
 from dearmpi.cuts import Cuts
-from tests.mpi.collectives.contributions import ALGORITHMS
+from tests.mpi.collectives.contributions import ADDED_HERE, ALGORITHMS
 
 pytestmark = pytest.mark.ranks(at_least=2)
 _MANY = 300_000  # elements: several chunks
@@ -61,7 +61,7 @@ def test_sums_and_gathers(
     assert len(set(world.all_gather_text(str(bits)))) == 1
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "exchange"])
+@pytest.mark.parametrize("algorithm", ADDED_HERE)
 @pytest.mark.parametrize("wire_dtype", ["bf16", "fp16"])
 def test_in_half_precision_on_the_wire(
     world: World, channels: list[Channel], algorithm: ReduceScatter, wire_dtype: WireDtype

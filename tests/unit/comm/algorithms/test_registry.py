@@ -22,14 +22,13 @@ from dearmpi.plan.model.cost import ALGORITHM_COSTS
 
 def test_every_name_has_an_algorithm_and_a_cost() -> None:
     assert set(ALGORITHMS) == set(ALGORITHM_COSTS) == set(get_args(ReduceScatter))
-    assert {name for name, one in ALGORITHMS.items() if one.library_adds} == ADDED_BY_LIBRARY
     assert {algorithm.all_gather for algorithm in ALGORITHMS.values()} <= set(ALGORITHMS)
 
 
 @pytest.mark.parametrize("name", get_args(ReduceScatter))
 def test_half_precision_is_added_by_all_but_the_library(name: ReduceScatter) -> None:
     assert CollectiveAlgorithms(name).can_reduce
-    assert CollectiveAlgorithms(name, "bf16").can_reduce == (name != "native")
+    assert CollectiveAlgorithms(name, "bf16").can_reduce == (name not in ADDED_BY_LIBRARY)
 
 
 class Nothing(AlgorithmCollectives):
@@ -45,7 +44,7 @@ class Nothing(AlgorithmCollectives):
 class Filling:
     """An algorithm that fills the own shard with the number of ranks."""
 
-    library_adds, all_gather = False, "filling"
+    all_gather = "filling"
 
     def __init__(self, transport: Any) -> None:
         self._rank = transport.rank

@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -19,6 +19,7 @@ from dearmpi.errors import ConfigError
 from dearmpi.train.metrics import trackers
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
 from dearmpi.train.metrics.trackers import TrackedRun, Trackers
+from dearmpi.train.settings.choices import TrackerName
 from tests.codes import raises
 from tests.forks import forked
 from tests.job import run_job
@@ -28,6 +29,10 @@ def write_rows(run: TrackedRun, name: str, *steps: int) -> None:
     with MetricsLog(run.folder, resume_step=run.resume_step, trackers=Trackers([name], run)) as log:
         for step in steps:
             log.append(MetricsRow(step, 1, loss=1.0 / step))
+
+
+def test_the_setting_names_every_tracker() -> None:
+    assert {trackers.CSV, *trackers.TRACKERS} == set(get_args(TrackerName))
 
 
 def test_csv_is_the_file_that_every_run_has(tmp_path: Path) -> None:
