@@ -132,6 +132,7 @@ class WatchedWait:
         the world.
     interrupted: the outer wait, where a signal handler or a finalizer waits inside another wait.
     group: the group whose collective call that is; empty: the job.
+    num_recorded, num_judged: answers so far, and when chains of waits were last looked for.
     since, looked_at: when it began, and when its thread last checked whether to go on.
     first_request: the number of the first request that was sent for it.
     requested_at: time of the last request. answers: of each rank. answered_at: time of each rank's
@@ -154,6 +155,13 @@ class WatchedWait:
     interrupted: str = ""
     left_at: dict[int, float] = field(default_factory=dict)
     group: str = ""
+    num_recorded: int = 0
+    num_judged: int = 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether answers have come since chains of waits were last looked for."""
+        return self.num_recorded > self.num_judged
 
     @property
     def subject(self) -> str:
@@ -180,6 +188,7 @@ class WatchedWait:
         self.answered_at[rank] = now
         if request >= self.first_request:
             self.answers[rank] = status
+            self.num_recorded += 1
             if status.left:
                 self.left_at.setdefault(rank, now)
 

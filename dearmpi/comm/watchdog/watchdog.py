@@ -21,6 +21,7 @@ from typing import Any
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import stack_of
 from dearmpi.comm.messages.mail import Mail, Messenger
+from dearmpi.comm.watchdog.chains import find_chain
 from dearmpi.comm.watchdog.waits import CURE, StallReport, Status, WatchedWait, explain_hopeless
 from dearmpi.errors import ConfigError, StallError
 
@@ -360,6 +361,23 @@ class Watchdog:
                     code="ranks-out-of-step",
                     exit_code=other.exit_status or StallError.exit_code,
                 )
+        if trains and wait.has_news:
+            self._raise_if_chained(wait, own)
+
+    def _raise_if_chained(self, wait: WatchedWait, own: Status) -> None:
+        wait.num_judged = wait.num_recorded
+        statuses = {**wait.answers, self._rank: own}
+        if not any(status.in_groups for status in statuses.values()):
+            return  # without groups two ranks wait for each other, or nobody does
+        chain = find_chain(self._rank, statuses)
+        if chain is None:
+            return
+        raise StallError(
+            f"rank {self._rank} {own.describe_place()}, but {chain.explain(statuses)}\n"
+            f"{self._report(wait)}",
+            code="ranks-out-of-step",
+            exit_code=statuses[chain.ranks[-1]].exit_status or StallError.exit_code,
+        )
 
     def _have_all_left(self, wait: WatchedWait) -> bool:
         """Whether all others left so long ago that no message of theirs is in flight."""
