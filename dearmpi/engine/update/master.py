@@ -173,6 +173,32 @@ class MasterRule:
             del state[MASTER]
 
 
+class LeftOver:
+    """Digits of a copy whose parameter is no longer gathered compressed, as in a smaller bucket.
+
+    Replicas show it rounded until its next step, which takes the digits up.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    def entries(self) -> dict[str, Tensor]:
+        """As those of the copy; nothing once they are taken up."""
+        return dict(self._kept)
+
+    def restore(self, state: MutableMapping[str, Any]) -> None:
+        """Take the entries of a copy out of ``state``, if it has any."""
+        master, shown = state.pop(MASTER, None), state.pop(SHOWN, None)
+        self._kept = {} if master is None or shown is None else {MASTER: master, SHOWN: shown}
+
+    def take_up(self, stored: Tensor) -> None:
+        """Put the digits into ``stored``, but for elements that a script has changed since."""
+        if self._kept:
+            rounded = stored == self._kept[SHOWN]
+            stored.copy_(torch.where(rounded, self._kept[MASTER], stored))
+            self._kept = {}
+
+
 def dtype_of_copy(stored: Tensor) -> torch.dtype:
     """That of a master copy of ``stored``."""
     return torch.promote_types(stored.dtype, torch.float32)

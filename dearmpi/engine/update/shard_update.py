@@ -18,12 +18,11 @@ from dearmpi.config import EngineConfig
 from dearmpi.device.comm_stream import CommStream, DeviceCommStream, HostCommStream
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.update.master import (
-    MASTER,
     NUM_FETCHED,
     OWED,
-    SHOWN,
     HostMemory,
     HostShard,
+    LeftOver,
     MasterRule,
     ResidentShard,
     Shard,
@@ -73,6 +72,7 @@ class FusedRange:
         if shard.shown is not None and masters.compressed:  # else nothing is lost
             shown = shard.shown[self.range]
         self.master = masters.copy_of(self.values, shown=shown)
+        self.left = LeftOver()
         if self.master is not None:
             self.values = self.master.values
 
@@ -154,6 +154,7 @@ class ShardUpdate:
                 continue
             if run.master is not None:
                 run.master.refresh()
+            run.left.take_up(run.values)
             run.values.grad = run.gradients
             if self.bucket.counts_owed:
                 assert self.bucket.owed is not None
@@ -223,7 +224,8 @@ class ShardUpdate:
         state: dict[str, Any] = self._optimizer.state.get(run.values, {})
         if self.bucket.owed is not None:
             state = {**state, OWED: self.bucket.owed[run.range].clone()}
-        return state if run.master is None else {**state, **run.master.entries()}
+        copy = run.left if run.master is None else run.master
+        return {**state, **copy.entries()}
 
     def set_state(self, run: FusedRange, state: dict[str, Any]) -> None:
         """Replace the optimizer's state of ``run``."""
@@ -233,10 +235,8 @@ class ShardUpdate:
             state = beside(state, run.values, self._scalars[run.group])
         self._set_owed(run, state.get(OWED))
         state = {key: value for key, value in state.items() if key != OWED}
-        if run.master is not None:
-            run.master.restore(state)
-        else:  # of a bucket that was compressed, as this one is not
-            state = {key: value for key, value in state.items() if key not in (MASTER, SHOWN)}
+        copy = run.left if run.master is None else run.master
+        copy.restore(state)
         if state:
             self._optimizer.state[run.values] = state
         else:

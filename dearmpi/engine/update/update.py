@@ -21,7 +21,7 @@ from dearmpi.comm.api.collectives import Completed, Request
 from dearmpi.device.accelerator import is_of_device
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import shaped_like
-from dearmpi.engine.update.master import MASTER, OWED, SHOWN, MasterCopy, MasterRule
+from dearmpi.engine.update.master import OWED, LeftOver, MasterCopy, MasterRule
 from dearmpi.errors import DearError
 from dearmpi.torch_internals import plain_step, versions_of
 
@@ -202,6 +202,7 @@ class WholeUpdate:
         self.slots = tuple(range(len(bucket.params)) if slots is None else slots)
         self._aliases: dict[int, Tensor] = {}
         self._masters: dict[int, MasterCopy] = {}
+        self._left = {slot: LeftOver() for slot in self.slots}
         for slot in self.slots:
             param = bucket.params[slot]
             alias = param.data
@@ -233,6 +234,7 @@ class WholeUpdate:
             else:
                 if slot in self._masters:
                     self._masters[slot].refresh()
+                self._left[slot].take_up(alias)
                 alias.grad = self.bucket.gradients.views[slot].to(alias.dtype)
                 if self.bucket.counts_owed:
                     self._owed(slot).zero_()
@@ -256,6 +258,9 @@ class WholeUpdate:
         start = self.bucket.spec.placements[slot].start
         return shaped_like(self.bucket.params[slot].detach(), self.bucket.owed, start)
 
+    def _copy_of(self, slot: int) -> MasterCopy | LeftOver:
+        return self._masters.get(slot, self._left[slot])
+
     def states(self) -> dict[str, dict[str, Any]]:
         """The optimizer's state by parameter name; what the bucket owes stands among it."""
         states: dict[str, dict[str, Any]] = {}
@@ -263,8 +268,7 @@ class WholeUpdate:
             state = dict(self._optimizer.state.get(alias, {}))
             if self.bucket.owed is not None:
                 state[OWED] = self._owed(slot).clone()
-            if slot in self._masters:
-                state |= self._masters[slot].entries()
+            state |= self._copy_of(slot).entries()
             if state:
                 states[self.bucket.spec.names[slot]] = state
         return states
@@ -283,10 +287,7 @@ class WholeUpdate:
             state = beside(state, alias, self._scalars[self._groups[slot]])
             if (owed := state.pop(OWED, None)) is not None:
                 self._owed(slot, makes=True).copy_(owed)
-            if slot in self._masters:
-                self._masters[slot].restore(state)
-            else:  # of a bucket that was compressed, as this one is not
-                state = {key: v for key, v in state.items() if key not in (MASTER, SHOWN)}
+            self._copy_of(slot).restore(state)
             if state:
                 self._optimizer.state[alias] = {
                     key: fit(value, alias, elementwise=key in elementwise)

@@ -380,6 +380,46 @@ def test_a_bucket_may_become_too_small_to_compress_and_large_again(
         assert torch.allclose(first[1][name], value, atol=0.02)
 
 
+@turns_of(compress=["int8", "topk"], shards=["even", "whole"], freezes=[False, True], size=[2, 3])
+def test_a_bucket_that_becomes_too_small_to_compress_loses_no_digit(
+    compress: Compress, shards: Any, freezes: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of what takes no step for a while, nor where the state is read or moves on meanwhile."""
+    if compress == "topk":
+        shards = "even"
+    monkeypatch.setattr(bucket, "_LEAST_COMPRESSED", 100)
+
+    def rank(world: World) -> tuple[list[Tensor], list[list[Tensor]], dict[str, Tensor]]:
+        model = make_wide_model()
+        optimizer = distribute(model, world, compress=compress, shards=shards, inner="plain")
+        weights = model[0].weight, model[2].weight  # type: ignore[index]
+        optimizer.fuse(1.0)
+        regress(model, optimizer, world, steps=3)
+        state = optimizer.state_dict()["state"]
+        masters = [entries["master"].clone() for entries in state.values()]
+        for entries, master in zip(state.values(), masters, strict=True):
+            master -= 0.05 * entries.get("owed", torch.zeros(1))
+        weights[1].requires_grad_(not freezes)
+        found = []
+        for cap in (1e-4, 1e-3, 1e-4):
+            optimizer.fuse(cap)
+            kept = optimizer.state_dict()["state"].values()
+            found.append([e["master"] for e in kept if "master" in e])
+        weights[1].requires_grad_(True)
+        optimizer.zero_grad()
+        (0.0 * sum(param.sum() for param in model.parameters())).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        shown = copies(model)
+        optimizer.close()
+        return masters, found, shown
+
+    for masters, found, shown in run_ranks(size, rank):
+        for kept in found:
+            assert len(kept) == len(masters)
+        for master, name in zip(masters[1:], list(shown)[1:], strict=True):
+            torch.testing.assert_close(shown[name], master, rtol=0, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     "settings", [{"comm_dtype": "bf16"}, {"reduce_scatter": "native"}, {"update_on": "host"}]
 )
