@@ -9,6 +9,7 @@ progress thread.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,8 +20,10 @@ from dearmpi.comm.api.collectives import Collectives, Completed, Request
 from dearmpi.config import Gather
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import FlatBuffer
+from dearmpi.engine.trace.spans import Traffic
 from dearmpi.engine.update.master import is_half
 from dearmpi.errors import WireRangeError
+from dearmpi.plan.model.codec_cost import CodecCost
 
 
 class Codec(Protocol):
@@ -327,6 +330,61 @@ def dense_codecs(
     if algorithms.wire_dtype is None or is_half(bucket.params[0]):
         return DenseReduce(bucket, algorithms), DenseGather(bucket, algorithms, gather=gather)
     return HalfReduce(bucket, algorithms), HalfGather(bucket, algorithms, gather=gather)
+
+
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    """By bucket: how its gradients are reduced, and how its shards are gathered.
+
+    algorithms: by which dense ones travel, and those of half precision. trained: the buckets that
+    are.
+    """
+
+    reduce: tuple[Codec, ...]
+    gather: tuple[Codec, ...]
+    algorithms: CollectiveAlgorithms
+    trained: tuple[BucketRuntime, ...] = ()
+
+    def cost(self, compress: str, reduce_s: float, gather_s: float) -> CodecCost | None:
+        """What compression costs of all that is trained; None where nothing is compressed.
+
+        reduce_s, gather_s: seconds of a step in which codecs compute.
+        """
+        chosen = self.compressed
+        dense = sum(elements_sent(bucket) * bucket.spec.itemsize for bucket in chosen)
+        if not dense:
+            return None
+        nbytes = sum(bucket.spec.nbytes for bucket in chosen)
+        return CodecCost(
+            compress,
+            sum(self.reduce[bucket.index].steady_bytes for bucket in chosen) / dense,
+            sum(self.gather[bucket.index].steady_bytes for bucket in chosen) / dense,
+            reduce_s / nbytes,
+            gather_s / nbytes,
+        )
+
+    @property
+    def compressed(self) -> list[BucketRuntime]:
+        """Those of the trained buckets that do not travel whole in every step."""
+        return [bucket for bucket in self.trained if compresses(self.reduce[bucket.index])]
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of all that is trained; where the bytes vary, of the last step."""
+        known = [one for bucket in self.trained if (one := self.reduce[bucket.index].squares())]
+        owed, sent = (sum(parts) for parts in zip(*known, strict=True)) if known else (0.0, 0.0)
+        return Traffic(
+            sum(self.reduce[bucket.index].sent_bytes for bucket in self.trained),
+            sum(self.gather[bucket.index].sent_bytes for bucket in self.trained),
+            2 * sum(elements_sent(one) * one.spec.itemsize for one in self.trained),
+            owed / (owed + sent) if owed + sent > 0 else None,
+            self.fallbacks,
+        )
+
+    @property
+    def fallbacks(self) -> int:
+        """Times so far that a bucket has travelled whole for want of something shorter."""
+        return sum(codec.fallbacks for codec in (*self.reduce, *self.gather))
 
 
 def _largest(shard: Tensor) -> float:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dearmpi.engine import usage_errors
 from dearmpi.engine.bucket.bucket import BucketState
-from dearmpi.engine.codec.choice import Codecs
+from dearmpi.engine.codec.codec import Codecs
 from dearmpi.engine.iteration.backprop import Backprop
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.pipeline import Pipeline, Waiting

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
 from dearmpi.engine.agreement.join import Joining
 from dearmpi.engine.agreement.step_agreement import Loads
-from dearmpi.engine.codec.choice import Codecs
+from dearmpi.engine.codec.codec import Codecs
 from dearmpi.engine.trace.spans import IterationTimes, Spans
 from dearmpi.errors import UsageError
 from dearmpi.span import Track

@@ -15,7 +15,7 @@ from dearmpi.comm.progress.lane import Work
 from dearmpi.engine import usage_errors
 from dearmpi.engine.agreement.step_agreement import StepAgreement
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
-from dearmpi.engine.codec.choice import Codecs
+from dearmpi.engine.codec.codec import Codecs
 from dearmpi.engine.iteration.engine_state import EngineState, Iteration
 from dearmpi.engine.iteration.stages import (
     ENDED,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
-from dearmpi.engine.codec.choice import Codecs
+from dearmpi.engine.codec.codec import Codecs
 from dearmpi.engine.setup.spec import EngineSpec
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.plan import Plan

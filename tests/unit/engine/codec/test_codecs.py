@@ -16,8 +16,8 @@ from dearmpi.comm.api.collectives import Chain, Collectives, Completed, Request
 from dearmpi.comm.world import World
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.buffers import Arena
-from dearmpi.engine.codec.choice import Codecs, choose_codecs
-from dearmpi.engine.codec.codec import Codec, DenseReduce
+from dearmpi.engine.codec.choice import choose_codecs
+from dearmpi.engine.codec.codec import Codec, Codecs, DenseReduce
 from dearmpi.engine.setup import build
 from dearmpi.grid import Grid
 from dearmpi.plan.data.layout import ParamSpec, build_layout, spec_of
