@@ -1,1 +1,1 @@
-"""The command line; the only part that prints."""
+"""The command line; the only part that prints. Begin with `main`, which lists the commands."""

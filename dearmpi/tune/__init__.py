@@ -1,1 +1,3 @@
-"""Measures the link and the layers, and searches for a bucket cap by trying."""
+"""Measures the link and the layers, and searches for a bucket cap by trying. Begin with `calibrate`
+and `layer_timer`; `search` is the paper's.
+"""
