@@ -83,14 +83,10 @@ def fastest_sizes(
 
 
 def faster_sizes(
-    sizes: Sequence[int],
-    seconds: Sequence[float],
-    *,
-    least: int = 1,
-    dead_band: float = DEAD_BAND,
+    sizes: Sequence[int], seconds: Sequence[float], *, least: int = 1
 ) -> tuple[int, ...]:
     """Sizes with which all ranks compute equally long; ``sizes`` themselves where a step would not
-    get shorter by more than ``dead_band`` of it.
+    get shorter by more than ``DEAD_BAND`` of it.
 
     seconds: of computing, by rank, with ``sizes``; taken to grow with the samples. What a rank
     computes besides makes the first change fall short, and the next one smaller.
@@ -98,7 +94,7 @@ def faster_sizes(
     each_s = [max(time, 1e-9) / size for size, time in zip(sizes, seconds, strict=True)]
     found = fastest_sizes(sum(sizes), each_s, least=least)
     shorter = max(size * each for size, each in zip(found, each_s, strict=True))
-    return found if shorter < (1.0 - dead_band) * max(seconds) else tuple(sizes)
+    return found if shorter < (1.0 - DEAD_BAND) * max(seconds) else tuple(sizes)
 
 
 def check_weights(weights: Sequence[float], size: int, *, name: str) -> None:

@@ -245,15 +245,8 @@ class BayesianSearch(Search):
     first trial is the start, and no candidate is drawn at random, so every search is repeatable.
     """
 
-    def __init__(
-        self,
-        space: SearchSpace | None = None,
-        *,
-        num_trials: int = _NUM_TRIALS,
-        xi: float = XI,
-    ) -> None:
+    def __init__(self, space: SearchSpace | None = None, *, num_trials: int = _NUM_TRIALS) -> None:
         super().__init__(space, num_trials=num_trials)
-        self._xi = xi
 
     def _next_cap(self) -> int:
         if not self._trials:
@@ -263,7 +256,7 @@ class BayesianSearch(Search):
         values = (speeds - speeds.mean()) / (speeds.std() or 1.0)
         process = fit([8.0 * self._share(trial.cap_bytes) for trial in self._trials], list(values))
         mean, deviation = process.predict(8.0 * shares)
-        expected = expected_improvement(mean, deviation, best=float(values.max()), xi=self._xi)
+        expected = expected_improvement(mean, deviation, best=float(values.max()), xi=XI)
         # Where nothing is expected anywhere, what is known least is tried.
         chosen = max(range(_NUM_CANDIDATES), key=lambda i: (expected[i], deviation[i]))
         return self.space.cap_bytes(float(shares[chosen]))

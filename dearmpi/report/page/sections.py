@@ -150,19 +150,11 @@ def _iteration(run: RunRecord, figures: Figures, replica: Replica | None) -> Sec
     if len(ranks) < len(recording.spans):
         caption += f" Shown are {len(ranks)} of {len(recording.spans)} ranks, with the slowest."
     if replica is not None:
-        timeline = replica.timeline
-        exposed = f"waits {time_text(timeline.exposed_s)}"
-        conduct = _conduct(run)
-        drawn = replica_spans(
-            timeline,
-            waits_in_step=bool(conduct and conduct.waits_in_step),
-            clips=bool(conduct and not conduct.eager),
-        )
-        groups.append(TrackGroup("simulated", *drawn, exposed))
+        groups.append(_simulated(run, replica))
         carries = "communication as fast" if figures.one_host else "a link as fast"
         caption += (
             f" Simulated, with these buckets, {carries} as it was here while busy, and no rank "
-            f"late: {time_text(timeline.iteration_s)}."
+            f"late: {time_text(replica.timeline.iteration_s)}."
         )
     title = f"Iteration {window.iteration} of {run.name}, by rank"
     return Section(
@@ -170,6 +162,17 @@ def _iteration(run: RunRecord, figures: Figures, replica: Replica | None) -> Sec
         lambda width: draw_tracks("iteration", title, groups, width=width),
         caption,
     )
+
+
+def _simulated(run: RunRecord, replica: Replica) -> TrackGroup:
+    """The tracks of the iteration that ``replica`` predicts."""
+    timeline, conduct = replica.timeline, _conduct(run)
+    drawn = replica_spans(
+        timeline,
+        waits_in_step=bool(conduct and conduct.waits_in_step),
+        clips=bool(conduct and not conduct.eager),
+    )
+    return TrackGroup("simulated", *drawn, f"waits {time_text(timeline.exposed_s)}")
 
 
 def replica_of(run: RunRecord, figures: Figures) -> Replica | None:

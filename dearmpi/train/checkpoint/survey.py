@@ -306,5 +306,5 @@ def _folder_named(run_folder: Path, text: str | None) -> Path | None:
     return folder if FOLDER_NAME.fullmatch(folder.name) else None
 
 
-def _shortened(text: str, most: int = 40) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."

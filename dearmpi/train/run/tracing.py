@@ -39,6 +39,7 @@ VARIABLE = "DEAR_TRACE"
 FOLDER_VARIABLE = "DEAR_TRACE_FOLDER"
 FOLDER = "dear-trace"
 
+_NUM_ROUNDS = 20  # of a comparison of clocks
 _traced: WeakKeyDictionary[DistributedOptimizer, Tracing] = WeakKeyDictionary()
 
 
@@ -58,7 +59,6 @@ def measure_clock(
     *,
     origin_s: float = 0.0,
     now: Callable[[], float] = time.perf_counter,
-    num_rounds: int = 20,
 ) -> ClockOffset:
     """Compare this rank's clock with rank 0's (collective); both count from their ``origin_s``.
 
@@ -66,15 +66,15 @@ def measure_clock(
     from both sides: this rank left after rank 0 had entered, and rank 0 after this rank had. The
     bounds of all rounds hold together.
     """
-    entered, left = np.empty(num_rounds), np.empty(num_rounds)
-    for number in range(num_rounds):
+    entered, left = np.empty(_NUM_ROUNDS), np.empty(_NUM_ROUNDS)
+    for number in range(_NUM_ROUNDS):
         entered[number] = now() - origin_s
         world.barrier()
         left[number] = now() - origin_s
     reference = np.concatenate([entered, left])  # rank 0's, once it has been broadcast
     world.broadcast(HostBuffer(reference))
-    least = float(np.max(reference[:num_rounds] - left))
-    most = float(np.min(reference[num_rounds:] - entered))
+    least = float(np.max(reference[:_NUM_ROUNDS] - left))
+    most = float(np.min(reference[_NUM_ROUNDS:] - entered))
     if world.is_root:
         return ClockOffset(0.0, 0.0)
     return ClockOffset((least + most) / 2, max(0.0, (most - least) / 2))

@@ -175,17 +175,20 @@ def split(text: bytes, held_out_bytes: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(array[~held_out]), torch.from_numpy(array[held_out])
 
 
-def bigram_entropy(train: Tensor, held_out: Tensor, *, prior: float = 16.0) -> float:
+_PRIOR = 16.0  # counts of a row
+
+
+def bigram_entropy(train: Tensor, held_out: Tensor) -> float:
     """Bits per byte of ``held_out`` under the bigram model counted in ``train``.
 
-    Each row of counts is smoothed by ``prior`` counts, spread as the single bytes are; these are
+    Each row of counts is smoothed by a few counts, spread as the single bytes are; these are
     smoothed by one count each. So pairs that the training text lacks have a probability.
     """
     counts = _pair_counts(train)
     single = np.bincount(train.numpy(), minlength=256) + 1.0
     single /= single.sum()
     rows = counts.sum(axis=1, keepdims=True)
-    probability = (counts + prior * single) / (rows + prior)
+    probability = (counts + _PRIOR * single) / (rows + _PRIOR)
     seen = _pair_counts(held_out)
     return float(-(seen * np.log2(probability)).sum() / seen.sum())
 
