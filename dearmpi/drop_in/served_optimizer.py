@@ -134,6 +134,8 @@ class ServedOptimizer:
     def _step(self, _: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if self._is_left_out():
             return None
+        if vars(self.optimizer)["state"] is not self._shown:  # the script has set another
+            self._loaded(self.optimizer)
         self._follow_attributes()
         for model in self.models:
             model.take_moved()
@@ -188,7 +190,7 @@ class ServedOptimizer:
         self._show_state()
 
     def _show_state(self) -> None:
-        vars(self.optimizer)["state"] = self.engine.state
+        vars(self.optimizer)["state"] = self._shown = self.engine.state
 
 
 _METHODS = ("step", "add_param_group", "state_dict")

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, ClassVar
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -123,7 +123,9 @@ class ModelServing:
         self._buffers_differ = True  # as far as this process knows, in a model that has some
         self._is_joined = False
         self._lacks_gradients = False  # of parameters that the next backward leaves out
-        self._has_averaged = False  # the averager, since its gradients were last taken
+        # Engines that have begun to average, whose gradients no step has used.
+        self._averaging: WeakSet[DistributedOptimizer] = WeakSet()
+        self._root = 0  # whose buffers count outside steps
         for older in KnownOptimizers.models_with(self.names):
             older.leave_to(self)
         watch_steps(self)
@@ -157,9 +159,12 @@ class ModelServing:
             self._complete()
         if self._is_synchronizing is not self.synchronizes:
             self._switch()
+        if self._is_joined:
+            self.engines[0].engine.begin_forward()
         self.broadcast_buffers()
         self._buffers_differ = self._lacks_gradients = self.synchronizes
-        self._has_averaged |= self.synchronizes
+        if self.synchronizes:
+            self._averaging.update(self._all_engines())
 
     def broadcast_buffers(self) -> None:
         """Before a forward, those of rank 0, unless they have come since the last one (collective).
@@ -171,10 +176,11 @@ class ModelServing:
             return
         differ, self._buffers_differ = self._buffers_differ, False
         if self._broadcasts and differ and not self._is_joined and self._has_buffers():
-            dearmpi.broadcast_buffers(self._model, self._world)
+            dearmpi.broadcast_buffers(self._model, self._world, root=self._root)
 
     def note_step(self, engine: DistributedOptimizer) -> None:
-        """Steps of some engines send the buffers."""
+        """Steps use gradients, and those of some engines send the buffers."""
+        self._averaging.discard(engine)
         if engine.config.buffers == "broadcast":
             self._buffers_differ = False
 
@@ -193,12 +199,15 @@ class ModelServing:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Inside, ranks may have unequal numbers of forwards (collective)."""
-        with self.only_engine().join():
+        follows = self._broadcasts and self._has_buffers()
+        with self.only_engine().join(buffers_before_forward=follows):
             self._is_joined = True
             try:
                 yield
             finally:
                 self._is_joined = False
+        self._buffers_differ = False
+        self._root = self._world.size - 1  # as with DDP, whose join() stays on in this
 
     def keep_gradients(self, engine: DistributedOptimizer) -> None:
         """Have an engine show gradients as DDP does: where parameters may be unused, on all ranks
@@ -212,7 +221,7 @@ class ModelServing:
         averager = self._averager
         if averager is None:
             return
-        self._has_averaged = False
+        self._averaging.discard(averager)
         found = averager.gradients()
         averager.zero_grad()
         for param, name in self.names.items():
@@ -342,10 +351,11 @@ class ModelServing:
 
     def _switch(self) -> None:
         self._unsynchronized.close()
-        if not self.synchronizes and self._has_averaged:
-            self.average_now()  # what no optimizer uses, the backwards inside no_sync() add to
-            for engine in self._all_engines():
-                self._unsynchronized.enter_context(engine.no_sync())
+        for engine in () if self.synchronizes else self._all_engines():
+            if engine in self._averaging:  # backwards add to what no step has used
+                self._averaging.discard(engine)
+                engine.leave_gradients()
+            self._unsynchronized.enter_context(engine.no_sync())
         self._is_synchronizing = self.synchronizes
 
     def _all_engines(self) -> Iterator[DistributedOptimizer]:

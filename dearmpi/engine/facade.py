@@ -73,6 +73,10 @@ class Facade(Optimizer):
         """Losses are multiplied by what ``read`` returns at the start of each backward."""
         raise NotImplementedError
 
+    def _clear_state(self) -> None:
+        """Have the wrapped optimizer begin anew, with the same options."""
+        raise NotImplementedError
+
     def _switch(self, mode: str) -> None:
         """Call the wrapped optimizer's ``train()`` or ``eval()`` for the parameters."""
         raise NotImplementedError
@@ -84,7 +88,9 @@ class Facade(Optimizer):
         collectively, or that of the wrapped optimizer, which has it.
         """
         groups = self._optimizer.param_groups
-        state = self._optimizer.state if gather is None else GatheredState(gather, name_of)
+        state: Mapping[Tensor, Entries] = self._optimizer.state
+        if gather is not None:
+            state = GatheredState(gather, name_of, self._clear_state)
         vars(self).update(param_groups=groups, state=state)
         self._members = [list(group["params"]) for group in groups]
         self._attributes = dict(vars(self._optimizer))
@@ -157,14 +163,19 @@ class GatheredState(MutableMapping[Tensor, Entries]):
     Its copies are plain dicts.
 
     Every rank must read it, as a learning-rate scheduler that looks at it does. It is a copy: to
-    change the state, use ``optimizer.load_state_dict()``. What would change the copy is refused;
-    an assignment of what is there already is accepted, as frameworks make one that "move" state to
-    the device where it is.
+    change the state, use ``optimizer.load_state_dict()``. ``clear()`` has the optimizer begin
+    anew; what else would change the copy is refused. An assignment of what is there already is
+    accepted, as frameworks make one that "move" state to the device where it is.
     """
 
-    def __init__(self, gather: Callable[[], Mapping[Tensor, Entries]], name_of: NameOf) -> None:
+    def __init__(
+        self,
+        gather: Callable[[], Mapping[Tensor, Entries]],
+        name_of: NameOf,
+        clear: Callable[[], None],
+    ) -> None:
         """``name_of``: a parameter's name, for errors."""
-        self._gather, self._name_of = gather, name_of
+        self._gather, self._name_of, self._clear = gather, name_of, clear
         self._gathered: Mapping[Tensor, Entries] | None = None
         self._watched: list[tuple[str, Tensor, int, str]] = []
 
@@ -196,6 +207,11 @@ class GatheredState(MutableMapping[Tensor, Entries]):
     def __ior__(self, other: Mapping[Tensor, Entries]) -> Self:
         self.update(other)
         return self
+
+    def clear(self) -> None:
+        """Have the optimizer begin anew; every rank must do so before the same step."""
+        self._clear()
+        self.forget()
 
     def pop(self, param: Tensor, *default: Any) -> Any:
         """The default where ``param`` has no state; else it is refused."""
@@ -351,5 +367,6 @@ def _is_same(one: Any, other: Any) -> bool:
 def _refuse(place: str) -> NoReturn:
     raise TypeError(
         f"{place} cannot be changed: optimizer.state is a copy, gathered from all ranks, and takes "
-        "only what it shows already; to change the state, use optimizer.load_state_dict()"
+        "only what it shows already; to change the state, use optimizer.load_state_dict(), or "
+        "optimizer.state.clear() to begin anew"
     )

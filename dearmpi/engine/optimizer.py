@@ -102,11 +102,14 @@ class DistributedOptimizer(Readings):
             yield
 
     @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, *, buffers_before_forward: bool = False) -> Iterator[None]:
         """Inside, ranks may have unequal numbers of batches, as with DDP's ``join`` (collective).
 
         A rank that reaches the end early takes part in the others' steps with zero gradients, which
         count in the average. It takes their options, and clips as they do.
+
+        buffers_before_forward: those of ``buffers="broadcast"`` travel when DDP's do, from the
+        highest rank with batches, also after the block. Call ``begin_forward()`` each time.
         """
         self._live.check_joinable()
         if self.world.size > 1:
@@ -114,8 +117,15 @@ class DistributedOptimizer(Readings):
                 self.world.barrier()
         # It counts steps, of which ranks take unequal numbers here.
         self._controller.give_up_planning()
-        with self._built.engine.join(self._shadow_step):
+        before = buffers_before_forward
+        with self._live.join(self._shadow_step, buffers_before_forward=before):
             yield
+
+    @torch.no_grad()
+    @untraced
+    def begin_forward(self) -> None:
+        """Inside ``join(buffers_before_forward=True)``: a forward begins (collective)."""
+        self._live.begin_forward()
 
     @torch.no_grad()
     @untraced
@@ -181,6 +191,14 @@ class DistributedOptimizer(Readings):
         on every rank, if any rank has a gradient.
         """
         self._built.engine.complete_gradients()
+
+    @torch.no_grad()
+    @untraced
+    def leave_gradients(self) -> None:
+        """Make averaged gradients that no step has used plain tensors in ``param.grad``, to which
+        backwards inside ``no_sync()`` add, as with DDP (collective).
+        """
+        self._built.engine.leave_gradients()
 
     @untraced
     def synchronize(self) -> None:
@@ -290,6 +308,10 @@ class DistributedOptimizer(Readings):
     @untraced
     def _switch(self, mode: str) -> None:
         self._live.switch(mode)
+
+    @untraced
+    def _clear_state(self) -> None:
+        self._live.clear_state()
 
     def _take_over(self, state_dict: dict[str, Any]) -> None:
         self._live.load_state_dict(state_dict)

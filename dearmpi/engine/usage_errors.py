@@ -199,7 +199,8 @@ used_up = Misuse(
 still_local = Misuse(
     "a backward inside no_sync() has left a gradient of {name} that the last backward did not "
     "add to, so it is not averaged yet; to clip, call optimizer.clip_grad_norm_(), which "
-    "averages it first",
+    "averages it first; a script for DDP needs find_unused_parameters=True, without --gather "
+    "parameters",
     code="gradient-not-averaged",
 )
 
@@ -214,7 +215,8 @@ lacking_on_some_ranks = Misuse(
 # Ranks without batches would have to take part.
 clipped_in_join = Misuse(
     "torch's functions cannot clip gradients, or find their norm, inside join(), where ranks "
-    "without batches have to follow; call optimizer.clip_grad_norm_()",
+    "without batches have to follow; call optimizer.clip_grad_norm_(), or run a script for DDP "
+    "without --gather parameters",
     code="join-misused",
 )
 

@@ -6,6 +6,8 @@ Each ends with what it has trained and the optimizers; ``seen`` has the numbers 
 from __future__ import annotations
 
 import copy
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -189,6 +191,46 @@ def amp_and_scaler(job: Job, *, fused: bool = False) -> Trained:
     return Trained([model], [optimizer], seen)
 
 
+def accumulation_after_a_skipped_step(job: Job) -> Trained:
+    """Gradients that no step has used stay, and those of no_sync() add to them."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    seen = []
+    for step in range(2 * STEPS):
+        if step in (0, 1, 4, 8):
+            optimizer.zero_grad()
+        with model.no_sync():
+            scaler.scale(loss_of(model(job.batch(3 * step)))).backward()
+            scaler.scale(loss_of(model(job.batch(3 * step + 1)))).backward()
+        outputs = model(job.batch(3 * step + 2))
+        scale = math.inf if step in (3, 7) and job.rank == 0 else 1.0
+        scaler.scale(loss_of(outputs) * scale).backward()
+        if step in (5, 6):
+            continue  # as a script that steps every few times only
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    return Trained([model], [optimizer], seen)
+
+
+def state_begun_anew(job: Job) -> Trained:
+    """By clearing the optimizer's state, and by another one in its place."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+        scheduler.step()
+        if step == 3:
+            optimizer.state.clear()
+        if step == 6:
+            optimizer.state = defaultdict(dict)
+    return Trained([model], [optimizer])
+
+
 def fused_and_scaler(job: Job) -> Trained:
     """The same with an optimizer that unscales, and leaves steps out, by itself."""
     return amp_and_scaler(job, fused=True)
@@ -315,6 +357,59 @@ def uneven_inputs(job: Job) -> Trained:
             loss_of(model(job.batch(step))).backward()
             optimizer.step()
     return Trained([model])
+
+
+def uneven_inputs_with_buffers(job: Job) -> Trained:
+    """Buffers that forwards read are those of the highest rank with batches, also afterwards."""
+    models: list[nn.Module] = []
+    seen: list[float] = []
+    for counts in ((4, 1, 2), (1, 3, 3), (0, 2, 1)):
+        module = Centred()
+        module.mean += job.rank
+        model = job.wrap(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train(
+            steps: range, *, model: Any = model, optimizer: Optimizer = optimizer
+        ) -> Iterator[float]:
+            for step in steps:
+                optimizer.zero_grad()
+                with model.no_sync():
+                    loss_of(model(job.batch(2 * step))).backward()
+                loss = loss_of(model(job.batch(2 * step + 1)))
+                loss.backward()
+                optimizer.step()
+                yield loss.item()
+
+        with model.join():
+            seen += train(range(counts[job.rank]))
+        seen.append(float(module.mean.sum()))
+        seen += train(range(10, 12))
+        models.append(module.layers)
+    return Trained(models, [], seen)
+
+
+def uneven_inputs_clipped(job: Job) -> Trained:
+    """Gradients are clipped, read and replaced, while some ranks have no batches any more."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    first, *_, last = model.parameters()
+    seen = []
+    with model.join():
+        for step in range(2 * STEPS - 3 * job.rank):
+            optimizer.zero_grad()
+            loss_of(model(job.batch(step))).backward()
+            if step % 4 == 0:
+                seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+            if step % 4 == 1:
+                nn.utils.clip_grad_value_(model.parameters(), 0.001)
+            if step % 3 == 0:
+                seen.append(float(last.grad.sum() + first.grad.norm()))
+            if step % 4 == 2:
+                first.grad = first.grad * 0.5
+                last.grad = None
+            optimizer.step()
+    return Trained([model], [], seen)
 
 
 def resume(job: Job) -> Trained:
@@ -637,6 +732,7 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(compiled, unused_parameters, zero_redundancy, batch_norm, steps_inside_the_forward),
         *(unused_parameters_clipped, parameters_of_no_optimizer, buffers_read_in_training),
         *(wrapped_again, moved_parameters, perturbed_parameters, frozen_with_gradients),
-        fused_and_scaler,
+        *(fused_and_scaler, uneven_inputs_with_buffers, accumulation_after_a_skipped_step),
+        *(state_begun_anew, uneven_inputs_clipped),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -128,6 +129,40 @@ def test_optimizer_state_cannot_be_changed_in_vain(gather: str, world: World) ->
     with pytest.raises(TypeError):
         optimizer.state[model[0].weight] = {}
     side.close()
+
+
+def test_an_optimizer_whose_state_is_cleared_begins_anew(gather: str, world: World) -> None:
+    def script(side: Side) -> dict[str, Tensor]:
+        model = layers()
+        optimizer = side.wrap(adam(model), model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for _ in range(2):
+            train(side, model, optimizer, 2)
+            scheduler.step()
+            optimizer.state.clear()
+        train(side, model, optimizer, 1)
+        return outcome(model, optimizer)
+
+    assert_same_on_both_sides(script, world, gather=gather)
+
+
+def test_state_of_a_parameter_without_elements_is_shown(gather: str, world: World) -> None:
+    """torch's Adagrad makes it at the start, and fails without."""
+    model = layers()
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, dtype=torch.float64)))
+    side = Side(world, gather=gather)
+    optimizer = side.wrap(torch.optim.Adagrad(model.parameters()), model)
+    train(side, model, optimizer, 1)
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    train(side, model, optimizer, 1)
+    assert sorted(optimizer.state_dict()["state"]) == list(range(len(list(model.parameters()))))
+    side.close()
+    plain = torch.optim.Adagrad(model.parameters())
+    plain.load_state_dict(state)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    plain.step()
 
 
 def test_every_parameter_is_updated_once_and_by_its_own_group(gather: str, world: World) -> None:

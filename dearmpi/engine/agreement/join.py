@@ -23,7 +23,10 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.engine.update.update import Options
 from dearmpi.errors import ReplicaMismatchError, UsageError
 
-_STEP = (0.0, 0.0, 0.0)
+STEP, CLIP, GATHER = 0.0, 1.0, 2.0
+"""What ranks that still train do next: step, with a checksum of what was changed of gradients and
+whether any was since the last one; clip, to a norm of a type; gather whole gradients."""
+Action = tuple[float, float, float]
 _thread = threading.local()  # whether it is inside a join()
 
 
@@ -36,7 +39,7 @@ class Joining:
         self._channel = channel
         self._rank = rank
         self._training = torch.zeros(size, dtype=torch.float64, device="cpu")
-        self.is_open = False
+        self.is_open = self.is_announced = False
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -54,7 +57,7 @@ class Joining:
         try:
             yield
         finally:
-            self.is_open = _thread.is_inside = False
+            self.is_open = self.is_announced = _thread.is_inside = False
 
     def refuse(self, what: str) -> None:
         """Raise UsageError for ``what``, if ranks may."""
@@ -71,25 +74,40 @@ class Joining:
         numbers[self._rank] = active
         self._training = self._reduce("who trains", numbers, "sum")
 
+    def announce_forward(self) -> bool:
+        """Say before the first forward of a step that this rank trains, and not when its backward
+        begins; False if it is said, or no rank asks (collective).
+        """
+        if not self.is_open or self.is_announced:
+            return False
+        self.announce(True)
+        self.is_announced = True
+        return True
+
     def training_ranks(self) -> list[int]:
         """The ranks that still did at the last ``announce``, of which the next or last step is."""
         self.wait()
         ranks: list[int] = self._training.nonzero().flatten().tolist()
         return ranks
 
-    def announce_clip(self, max_norm: float, norm_type: float) -> None:
-        """This rank, which still trains, is about to clip (collective)."""
+    def announce_next(self, kind: float, first: float = 0.0, second: float = 0.0) -> None:
+        """What this rank, which still trains, is about to do (collective)."""
         if self.is_open:
-            self._reduce("next action", _numbers_of(1.0, max_norm, norm_type), "max")
+            self._reduce("next action", _numbers_of(kind, first, second), "max")
 
-    def next_clip(self) -> tuple[float, float] | None:
-        """To which norm, of which type, those that still train clip; None if they step next
-        (collective).
-        """
-        numbers = self._reduce("next action", _numbers_of(*[-math.inf] * len(_STEP)), "max")
+    def find_next(self) -> Action:
+        """What those that still train are about to do (collective)."""
+        numbers = self._reduce("next action", _numbers_of(*[-math.inf] * 3), "max")
         self.wait()
-        clips, max_norm, norm_type = numbers.tolist()
-        return (max_norm, norm_type) if clips > 0 else None
+        kind, first, second = numbers.tolist()
+        return kind, first, second
+
+    def broadcast_edited(self, gradients: Tensor) -> None:
+        """Overwrite whole gradients by those of a rank that still trains (collective)."""
+        assert self._channel is not None, "a rank alone sends nothing"
+        sent, root = gradients.cpu(), self.training_ranks()[-1]
+        self._channel.run("changed gradients", lambda c: c.start_broadcast(sent, root))
+        gradients.copy_(sent)
 
     def announce_step(self, own: Options, *, exhausted: bool) -> Options:
         """This rank is about to step, with its ``own`` options; those of the others, if it has
@@ -97,8 +115,6 @@ class Joining:
         """
         if not self.is_open:
             return own
-        if not exhausted:  # which knows it
-            self._reduce("next action", _numbers_of(*_STEP), "max")
         numbers = self._exchange_options(own, exhausted=exhausted)
         if not exhausted:
             return own

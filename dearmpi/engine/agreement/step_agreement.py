@@ -44,20 +44,23 @@ class Loads:
 
 
 class Edits:
-    """What a script has changed of averaged gradients since the buckets were laid out."""
+    """What a script has changed of averaged gradients since the buckets were laid out.
+
+    checksum: of all changes, in their order.
+    """
 
     NUM_BYTES = 4
 
     def __init__(self) -> None:
-        self._checksum = 0
+        self.checksum = 0
 
     def note(self, line: str) -> None:
         """A gradient was changed, as ``line`` describes."""
-        self._checksum = zlib.crc32(line.encode(errors="replace"), self._checksum)
+        self.checksum = zlib.crc32(line.encode(errors="replace"), self.checksum)
 
     def packed(self) -> bytes:
         """A checksum of all changes, in their order."""
-        return self._checksum.to_bytes(self.NUM_BYTES, "little")
+        return self.checksum.to_bytes(self.NUM_BYTES, "little")
 
 
 @dataclass(frozen=True, slots=True)

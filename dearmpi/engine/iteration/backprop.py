@@ -175,8 +175,10 @@ class Backprop:
         known = self._state.deferred.are_known
         self._waiting.until(known, "the step agreement of the step before the last")
         self._comm_stream.make_current_wait()  # gradients go where updates have read
-        if self._state.joining.is_open and not exhausted:
-            self._state.joining.announce(True)
+        joining = self._state.joining
+        if joining.is_open and not (exhausted or joining.is_announced):
+            joining.announce(True)
+        joining.is_announced = False
         self._state.exchange_replicas()
         self._state.world.begin_backprop()
         self._pipeline.rescale_unsent()

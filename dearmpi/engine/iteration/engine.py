@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine import usage_errors
+from dearmpi.engine.agreement.join import CLIP, STEP
 from dearmpi.engine.bucket.bucket import BucketState
 from dearmpi.engine.codec.codec import Codecs
 from dearmpi.engine.iteration.backprop import Backprop
@@ -100,6 +101,8 @@ class Engine:
         elif name := self.backprop.find_cleared():
             raise usage_errors.cleared(name)
         self.backprop.finish_backward()
+        if not exhausted:
+            self.reduced.announce_step()
         options = self.state.iteration.options
         if options is None:
             options = self._options.read()
@@ -201,16 +204,32 @@ class Engine:
         """
         with self.joining.opened():
             yield
-            if not self.state.iteration.stepped:
+            if not self.state.iteration.stepped or self.joining.is_announced:
                 raise usage_errors.left_before_step()
             with self.backprop.without_gradients():
                 while self._do_others_train():
                     shadow_step()
 
+    def announce_forward(self) -> bool:
+        """Inside ``join``, before a forward: say that this rank trains; False if that is said."""
+        return self.state.iteration.stepped and self.joining.announce_forward()
+
+    def leave_gradients(self) -> None:
+        """Make plain tensors of averaged gradients that no step has used (collective)."""
+        for param, gradient in self.reduced.withdraw(self.zero_gradients).items():
+            param.grad = gradient
+
     def next_clip(self) -> tuple[float, float] | None:
         """Exhausted: to which norm, of which type, the others clip; None if they step."""
         self.backprop.finish_backward()  # that of the others goes on meanwhile
-        return self.joining.next_clip()
+        while True:
+            kind, first, second = self.joining.find_next()
+            if kind == CLIP:
+                return first, second
+            if kind == STEP:
+                self.reduced.follow_edits(int(first), any_since=bool(second))
+                return None
+            self.backprop.wait_gathered()
 
     def scale_gradients(self, factor: float, unused: Unused = NONE_UNUSED) -> None:
         """Multiply reduced gradients but ``unused`` ones, between ``wait_reduced`` and ``step``."""

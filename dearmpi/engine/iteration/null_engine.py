@@ -74,6 +74,13 @@ class NullEngine:
         """There is no other rank to wait for."""
         yield
 
+    def announce_forward(self) -> bool:
+        """No other rank asks."""
+        return False
+
+    def leave_gradients(self) -> None:
+        """Gradients are plain tensors."""
+
     def next_clip(self) -> tuple[float, float] | None:
         """No other rank clips."""
         return None

@@ -7,7 +7,7 @@ change that treats every element by itself where it owns elements. Whole gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.engine import usage_errors
+from dearmpi.engine.agreement.join import GATHER, STEP
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.iteration.backprop import Backprop
@@ -34,6 +35,7 @@ class ReducedGradients:
     def __init__(self, state: EngineState, backprop: Backprop) -> None:
         self._state, self._backprop = state, backprop
         self._norms: dict[float, dict[Place, float]] = {}
+        self._are_edited = False  # since the last step
         self._num_reduced = 0  # when these norms were found
         self._awaits_gathers = any(bucket.travels_as_factors for bucket in state.buckets)
         for bucket in state.buckets:
@@ -62,14 +64,14 @@ class ReducedGradients:
             self._backprop.wait_updated()
         else:
             self._settle(bucket, slot)
-            self._backprop.wait_gathered()
+            self._wait_gathered()
         return self._state.buckets[bucket].gradients.views[slot]
 
     def changed(self, bucket: int, slot: int, how: str) -> None:
         """Ranks compare in the step what they have changed."""
         self.forget_norms()
         if not self._state.iteration.stepped:
-            self._state.edits.note(f"{self._state.buckets[bucket].spec.names[slot]} {how}")
+            self._note(f"{self._state.buckets[bucket].spec.names[slot]} {how}")
 
     def lend(self, bucket: int) -> None:
         """Use other memory for the next gradients of ``bucket``."""
@@ -80,7 +82,7 @@ class ReducedGradients:
         replaced = [(b, slot) for b in self._state.buckets for slot in b.replaced_slots()]
         if not replaced:
             return
-        self._backprop.wait_gathered()
+        self._wait_gathered()
         for bucket, slot in replaced:
             bucket.take_replaced(slot)
             self.changed(bucket.index, slot, "replaced")
@@ -110,24 +112,48 @@ class ReducedGradients:
             if has and slot in bucket.tracker.expected:
                 bucket.cover(slot)
 
+    def withdraw(self, drop: Callable[..., None]) -> dict[nn.Parameter, Tensor]:
+        """The averages, which are then dropped: backwards whose gradients stay local add to them
+        (collective). Nothing where no rank has any that the step has not used.
+        """
+        has_begun = not self._state.iteration.stepped
+        self._backprop.end()
+        with self._state.world.named_call("the begin of no_sync() after a backward"):
+            (some_begun,) = self._state.world.all_reduce([float(has_begun)], "max")
+        if not some_begun:
+            return {}
+        if not has_begun:
+            self._backprop.begin()
+        self._backprop.finish_backward()
+        if self._state.keeps_gradients:
+            self.take_replaced()
+        found = self._gather()
+        drop(set_to_none=True)
+        return found
+
     def hand_over(self) -> None:
         """At the end, the script gets what it has not read: gradients in place of placeholders."""
         kept = [(b, slot) for b in self._state.buckets for slot in b.kept_slots()]
         for bucket, slot in kept:
-            bucket.params[slot].grad = self.whole(bucket.index, slot)
+            param = bucket.params[slot]  # which the script may have converted since
+            param.grad = self.whole(bucket.index, slot).to(param.device, param.dtype)
 
     def norm(self, bucket: int, slot: int, norm_type: float) -> float:
         """The norm of an averaged gradient, the same on every rank (collective).
 
         Raises UsageError on all ranks if some have no gradient of a parameter that others have.
         """
-        self._settle(bucket, slot)
+        local = self._find_unsent()
+        self._settle(bucket, slot, refuses_local=False)  # which other ranks may not have
+        if self._state.joining.is_open:  # where each rank that still trains has all
+            whole = self._state.buckets[bucket].gradients.views[slot]
+            return float(torch.linalg.vector_norm(whole, norm_type))
         if self._num_reduced != self._state.num_reduced:
             self.forget_norms()
             self._num_reduced = self._state.num_reduced
         found = self._norms.get(norm_type)
         if found is None or (bucket, slot) not in found:
-            found = self._norms[norm_type] = self._find_norms(norm_type)
+            found = self._norms[norm_type] = self._find_norms(norm_type, local)
         return found[bucket, slot]
 
     def change(
@@ -148,7 +174,7 @@ class ReducedGradients:
         for found in self._norms.values():
             found.pop((bucket, slot), None)
         numbers = [_described(value) for value in (*args, *kwargs.values())]
-        self._state.edits.note(f"{runtime.spec.names[slot]} {method} {numbers}")
+        self._note(f"{runtime.spec.names[slot]} {method} {numbers}")
 
     def gather(self) -> dict[nn.Parameter, Tensor]:
         """Copies of the whole averaged gradients on every rank (collective).
@@ -189,26 +215,56 @@ class ReducedGradients:
         else:
             self._backprop.wait_reduced()
 
-    def _settle(self, bucket: int, slot: int) -> None:
+    def _settle(self, bucket: int, slot: int, *, refuses_local: bool = True) -> None:
         """Wait until the gradients are averaged. Raises UsageError for one that ``step`` has used,
         and where ranks or backwards do not agree on what there is to be averaged.
         """
         runtime, iteration = self._state.buckets[bucket], self._state.iteration
         self._refuse_in_backprop(runtime.spec.names[slot])
-        if self._state.joining.is_open:
+        if self._state.joining.is_open and not self._state.keeps_gradients:
             raise usage_errors.clipped_in_join()
         if iteration.stepped or slot not in runtime.tracker.covered:
             raise usage_errors.used_up(runtime.spec.names[slot])
-        if len(iteration.started) < len(iteration.active) and (name := self._find_local()):
+        if refuses_local and (name := self._find_unsent()):
             raise usage_errors.still_local(name)
-        self.wait()
+        if self._state.joining.is_open:
+            self._wait_gathered()
+        else:
+            self.wait()
 
     def _refuse_in_backprop(self, name: str) -> None:
         if number_of_backprop() >= 0:
             raise usage_errors.read_in_backprop(name)
 
-    def _find_local(self) -> str:
+    def _wait_gathered(self) -> None:
+        if not self._state.iteration.gathers_early:  # ranks without batches have to follow
+            self._state.joining.announce_next(GATHER)
+        self._backprop.wait_gathered()
+
+    def _note(self, line: str) -> None:
+        self._state.edits.note(line)
+        self._are_edited = True
+
+    def announce_step(self) -> None:
+        """Inside ``join``: ranks without batches get gradients that this one has changed."""
+        edited, self._are_edited = self._are_edited, False
+        if self._state.joining.is_open:
+            self._state.joining.announce_next(STEP, self._state.edits.checksum, edited)
+            self._send_edited(edited)
+
+    def follow_edits(self, checksum: int, *, any_since: bool) -> None:
+        """On a rank without batches: take over what others have changed."""
+        self._state.edits.checksum = checksum
+        self._send_edited(any_since)
+
+    def _send_edited(self, edited: bool) -> None:
+        for index in sorted(self._state.iteration.active) if edited else ():
+            self._state.joining.broadcast_edited(self._state.buckets[index].gradients.data)
+
+    def _find_unsent(self) -> str:
         """The name of a parameter whose gradient of before the last backward is not on its way."""
+        if len(self._state.iteration.started) == len(self._state.iteration.active):
+            return ""
         for bucket in self._state.buckets:
             for slot in bucket.tracker.expected:
                 grad = bucket.params[slot].grad
@@ -216,14 +272,17 @@ class ReducedGradients:
                     return bucket.spec.names[slot]
         return ""
 
-    def _find_norms(self, norm_type: float) -> dict[Place, float]:
-        """Norms of all averaged gradients, by bucket and slot (collective)."""
+    def _find_norms(self, norm_type: float, local: str) -> dict[Place, float]:
+        """Norms of all averaged gradients, by bucket and slot (collective). ``local``: the name of
+        one that is not averaged, which torch would take as it is.
+        """
         buckets = self._state.buckets
         places = [(b.index, slot) for b in buckets for slot in range(len(b.params))]
         parts = self._own_parts(norm_type)
         own = [parts.get(place, _NOTHING.get(norm_type, 0.0)) for place in places]
         has = [float(slot in buckets[index].tracker.covered) for index, slot in places]
         lacks = [1.0 - flag for flag in has]
+        is_local = [float(buckets[index].spec.names[slot] == local) for index, slot in places]
         # Beside the largest, which MPI promises of numbers alone, NaN is a flag.
         is_nan = [float(math.isnan(part)) for part in own]
         is_largest = math.isinf(norm_type)
@@ -233,13 +292,18 @@ class ReducedGradients:
             "a norm of averaged gradients, as clip_grad_norm_() asks for"
         ):
             flat = self._state.world.all_reduce(
-                own + has + lacks + is_nan, "max" if is_largest else "sum"
+                own + has + lacks + is_nan + is_local, "max" if is_largest else "sum"
             )
         num = len(places)
-        sums, has, lacks, is_nan = (flat[first : first + num] for first in range(0, 4 * num, num))
-        for (index, slot), some_have, some_lack in zip(places, has, lacks, strict=True):
+        sums, has, lacks, is_nan, is_local = (
+            flat[first : first + num] for first in range(0, 5 * num, num)
+        )
+        for place, some_have, some_lack, one_is in zip(places, has, lacks, is_local, strict=True):
+            name = buckets[place[0]].spec.names[place[1]]
+            if one_is:
+                raise usage_errors.still_local(name)
             if some_have and some_lack:
-                raise usage_errors.lacking_on_some_ranks(buckets[index].spec.names[slot])
+                raise usage_errors.lacking_on_some_ranks(name)
         if is_largest:
             sums = [math.nan if flag else one for one, flag in zip(sums, is_nan, strict=True)]
         return dict(zip(places, _as_norms(sums, norm_type), strict=True))

@@ -4,7 +4,8 @@ what goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -146,8 +147,46 @@ class LiveEngine:
         """After a step: exchange the model's buffers, and see whether replicas were alike after the
         step before, as far as that was to be compared (collective).
         """
-        self._buffers.exchange(self.built.engine.joining)
+        if not self._buffers.before_forward:
+            self._buffers.exchange(self.built.engine.joining)
         self.built.check_step()
+
+    def begin_forward(self, *, exhausted: bool = False) -> None:
+        """Exchange the model's buffers before the first forward of a step, if they travel then
+        (collective).
+        """
+        engine = self.built.engine
+        if self._buffers.before_forward and (exhausted or engine.announce_forward()):
+            self._buffers.exchange(engine.joining)
+
+    def join(
+        self, shadow_step: Callable[[], None], *, buffers_before_forward: bool
+    ) -> AbstractContextManager[None]:
+        """Inside, ranks may take unequal numbers of steps."""
+        engine, world = self.built.engine, self.context.world
+        if not buffers_before_forward or world.size == 1:
+            return engine.join(shadow_step)
+        return self._join(shadow_step)
+
+    @contextmanager
+    def _join(self, shadow_step: Callable[[], None]) -> Iterator[None]:
+        world, last = self.context.world, self.context.world.rank
+
+        def follow() -> None:
+            nonlocal last
+            last = -1  # others have more batches
+            self.begin_forward(exhausted=True)
+            shadow_step()
+
+        self._buffers.before_forward = True
+        try:
+            with self.built.engine.join(follow):
+                yield
+        finally:
+            self._buffers.before_forward = False
+        with world.named_call("the end of join()"):
+            (highest,) = world.all_reduce([float(last)], "max")
+        self._buffers.end_join(int(highest), self.built.engine.joining)
 
     def synchronize(self) -> None:
         """Wait until parameters and state show the last step."""
@@ -184,6 +223,14 @@ class LiveEngine:
         self.synchronize()
         lines = self.built.state.take_over(state_dict)
         self.built.take_over_steps()
+        self.built.engine.forget_unsent()
+        self.built.engine.loads.note(lines)
+
+    @torch.inference_mode(False)
+    def clear_state(self) -> None:
+        """Begin anew, with the same options, which the ranks compare in the next step."""
+        self.synchronize()
+        lines = self.built.state.clear()
         self.built.engine.forget_unsent()
         self.built.engine.loads.note(lines)
 

@@ -112,12 +112,18 @@ class OptimizerState:
             raise
         return lines
 
+    def clear(self) -> list[str]:
+        """Begin anew, with the same options. Returns what ranks are to compare."""
+        self.optimizer.state.clear()
+        self._hand_over()
+        return [*describe_options(self.optimizer), *describe_state(self.optimizer, self.names)]
+
     def pack(self, world: World) -> dict[str, Any]:
         """Options and state in plain torch form, whole on every rank (collective)."""
         packed: dict[str, Any] = self.optimizer.state_dict()
         if self.is_held:
             whole = gather_state(world, self.updates.of_buckets)
-            packed["state"] = {
+            packed["state"] |= {  # which has that of parameters without elements
                 index: whole[self.names[param]]
                 for index, param in enumerate(self._numbered_params())
                 if param in self.names and _tells(whole.get(self.names[param]))
@@ -221,7 +227,8 @@ class OptimizerState:
             elementwise = elementwise_keys(tried, whole=bool(updates.owned) or not updates.shards)
             with updates.comm_stream.section():
                 load_state(updates.of_buckets, states, elementwise=elementwise)
-            state.clear()
+            for param in self.names:
+                state.pop(param, None)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Of a parameter that has not stepped there may be what is owed and nothing else, at which

@@ -31,6 +31,8 @@ class BufferExchange:
     Integers, such as counters, are always rank 0's. Inside ``join`` only ranks that still train
     count, of which the last is in rank 0's place, as with DDP.
 
+    before_forward: inside ``join`` they are exchanged before forwards in place of steps.
+
     An exchange is one message per data type, of the lengths that the ranks have agreed on, and
     beside them a few numbers: whether this rank's buffers are others by now. Only where some are,
     the ranks compare them, and what has arrived is not used.
@@ -46,6 +48,7 @@ class BufferExchange:
         self._rank, self._hosts = world.rank, world.hosts
         self._channel: Channel | None = None
         self._last_news: Callable[[], bool] | None = None
+        self._root, self.before_forward = 0, False
         if how != "keep" and world.size > 1:
             self._agree()
             self._channel = world.open_channel("buffers", window=_WINDOW)
@@ -63,6 +66,14 @@ class BufferExchange:
         if self._channel is not None:
             self._exchange(self._channel, joining)
 
+    def end_join(self, last: int, joining: Joining) -> None:
+        """Inside ``join`` no rank trains any more: the buffers of rank ``last`` count. From now on
+        those of the highest rank do, as with DDP (collective).
+        """
+        self._root = last
+        self.exchange(joining)
+        self._root = len(self._hosts) - 1
+
     def close(self) -> None:
         """Give the channel back (collective); no exchange has an effect any more."""
         if self._channel is not None:
@@ -75,7 +86,7 @@ class BufferExchange:
         self._finish_last(channel)
         # None, too, where all have begun the step before they opened ``join``.
         train = joining.training_ranks() if joining.is_open else []
-        ranks, root = train or range(len(self._hosts)), train[-1] if train else 0
+        ranks, root = train or range(len(self._hosts)), train[-1] if train else self._root
         tensors, counts = self._read_agreed(), self._rank in ranks
         news = self._announce(channel, tensors, counts)
         if tensors is not None and not tensors:

@@ -215,7 +215,6 @@ def test_a_tensor_of_the_gathered_state_is_not_changed_in_vain(
 @pytest.mark.parametrize(
     "act",
     [
-        lambda state, param: state.clear(),
         lambda state, param: state.pop(param),
         lambda state, param: state.update({param: {}}),
         lambda state, param: state.__setitem__(param, {}),

@@ -238,6 +238,16 @@ def refuse_a_gradient_of_no_sync(optimizer: Any, model: Any, world: World) -> No
         clip_grad_value_(list(model.parameters())[::-1], 0.1)
 
 
+def refuse_what_is_local_on_one_rank(optimizer: Any, model: Any, world: World) -> None:
+    """On all ranks alike: the others would wait for it."""
+    features = torch.ones(1, 4, dtype=torch.float64)
+    with optimizer.no_sync():
+        (loss(model, world) if world.rank else model[4](features).sum()).backward()
+    model[4](features).sum().backward()
+    with raises(UsageError, "gradient-not-averaged", "0.weight"):
+        clip_grad_norm_(model.parameters(), 0.1)
+
+
 def refuse_inside_join(optimizer: Any, model: Any, world: World) -> None:
     with optimizer.join():
         loss(model, world).backward()
@@ -256,7 +266,13 @@ def refuse_what_is_used_up(optimizer: Any, model: Any, world: World) -> None:
 
 @GATHERS
 @pytest.mark.parametrize(
-    "script", [refuse_a_gradient_of_no_sync, refuse_inside_join, refuse_what_is_used_up]
+    "script",
+    [
+        refuse_a_gradient_of_no_sync,
+        refuse_what_is_local_on_one_rank,
+        refuse_inside_join,
+        refuse_what_is_used_up,
+    ],
 )
 def test_what_torchs_clipping_would_get_wrong_is_refused(
     script: Callable[[Any, Any, World], None], gather: Any
