@@ -421,6 +421,10 @@ class World:
         """Count a backprop with communication, for reports of waits that last."""
         self._watchdog.begin_backprop()
 
+    def begin_read(self) -> None:
+        """Note a read of gradients before the step, for reports of waits that last."""
+        self._watchdog.begin_read()
+
     def begin_step(self) -> None:
         """Count a step, for reports of waits that last."""
         self._watchdog.begin_step()

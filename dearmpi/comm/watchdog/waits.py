@@ -39,6 +39,7 @@ class Status:
     waiting: what it waits for, or empty. in_exchange: it waits inside a collective call on the
         world. left: its program has ended.
     in_iteration: it has begun a backprop, and no step since.
+    has_read: it has, since then, begun to read gradients, which all ranks bring together.
     exit_status: of a program that has ended, if an exception, such as SystemExit, has ended it.
     group: the group of ranks whose collective call it waits in; empty: the job. in_groups: how many
         collective calls it has begun in each group that it is a member of.
@@ -53,6 +54,7 @@ class Status:
     left: bool
     stack: tuple[str, ...]
     in_iteration: bool = False
+    has_read: bool = False
     exit_status: int = 0
     group: str = ""
     in_groups: Mapping[str, int] = field(default_factory=dict)
@@ -87,7 +89,13 @@ class Status:
             return other.exchanges < self.exchanges
         if self.in_groups or other.in_groups:
             return False  # steps of different groups do not compare
-        return (other.backprops, other.steps) < (self.backprops, self.steps)
+        behind = (other.backprops, other.steps) < (self.backprops, self.steps)
+        return behind or self.reads_alone(other)
+
+    def reads_alone(self, other: Status) -> bool:
+        """Whether this rank reads gradients that ``other`` does not bring before its step."""
+        is_level = (other.backprops, other.steps) == (self.backprops, self.steps)
+        return is_level and self.has_read and not other.has_read
 
 
 def explain_hopeless(own: Status, other: Status) -> str:
@@ -110,6 +118,12 @@ def explain_hopeless(own: Status, other: Status) -> str:
     if other.exit_status:
         return "it waits in vain, and the job ends with this status"
     interrupted = _INTERRUPTED if other.left and other.in_iteration else ""
+    if own.reads_alone(other) or other.reads_alone(own):
+        return (
+            f"{steps} not both read param.grad; a rank that reads it alone waits for the others' "
+            "step(). Read it on every rank, or after the last collective call before step(), such "
+            "as clip_grad_norm_()"
+        )
     calls = [one.waiting for one in (own, other) if one.in_exchange]
     if calls:
         return (

@@ -77,7 +77,7 @@ class Watchdog:
         self._rank, self._size, self.limits, self._polls = rank, len(hosts), limits, polls
         self._main = threading.get_ident()
         self._backprops = self._steps = self._exchanges = 0
-        self._in_iteration = False
+        self._in_iteration = self._has_read = False
         self._in_exchange = self._left = False  # in_exchange: the main thread
         self._group = ""  # of the exchange
         self._in_groups: dict[str, int] = {}
@@ -98,13 +98,17 @@ class Watchdog:
     def begin_backprop(self) -> None:
         """The main thread has begun a backprop with communication."""
         self._backprops += 1
-        self._in_iteration = True
+        self._in_iteration, self._has_read = True, False
+
+    def begin_read(self) -> None:
+        """The main thread reads gradients before the step, for which ranks bring them together."""
+        self._has_read = True
 
     def begin_step(self) -> None:
         """The calling thread has begun a step, which makes it the main thread."""
         self._main = threading.get_ident()
         self._steps += 1
-        self._in_iteration = False
+        self._in_iteration = self._has_read = False
 
     @contextmanager
     def exchange(self, group: str = "") -> Iterator[None]:
@@ -284,6 +288,7 @@ class Watchdog:
             backprops=self._backprops,
             stack=stack,
             in_iteration=self._in_iteration,
+            has_read=self._has_read,
             group=wait.group if wait is not None else "",
             in_groups=self._in_groups,
             exit_status=self._exit_status,

@@ -239,6 +239,7 @@ class ReducedGradients:
     def _wait_gathered(self) -> None:
         if not self._state.iteration.gathers_early:  # ranks without batches have to follow
             self._state.joining.announce_next(GATHER)
+            self._state.world.begin_read()
         self._backprop.wait_gathered()
 
     def _note(self, line: str) -> None:

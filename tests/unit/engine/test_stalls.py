@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,10 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 class Training:
     """A small model; ``backward`` and ``step`` as a script has them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, **settings: Any) -> None:
         self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.optimizer = DistributedOptimizer(inner, self.model, world=world)
+        self.optimizer = DistributedOptimizer(inner, self.model, world=world, **settings)
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
@@ -68,6 +69,25 @@ def test_a_rank_that_leaves_before_its_step_is_named() -> None:
     ) as caught:
         run_ranks(2, train)
     assert "which have taken 2 and 1 steps, have unequal numbers of batches" in str(caught.value)
+
+
+@pytest.mark.usefixtures("reported")
+def test_a_gradient_that_one_rank_reads_before_all_clip_is_found() -> None:
+    """It waits for the other's step, and the other for its norm."""
+
+    def train(world: World) -> None:
+        training = Training(world, gather="gradients")
+        training.optimizer.keep_gradients()
+        training.iterate()
+        training.backward()
+        if world.rank == 1:
+            gradient = next(training.model.parameters()).grad
+            assert gradient is not None
+            gradient.sum()
+        nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+
+    with raises(StallError, "ranks-out-of-step", "not both read param.grad"):
+        run_ranks(2, train)
 
 
 @pytest.mark.usefixtures("reported")
