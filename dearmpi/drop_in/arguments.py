@@ -40,6 +40,17 @@ _HOOKS: Mapping[Callable[..., Any], CommDtype] = {
     default_hooks.bf16_compress_hook: "bf16",
 }
 
+_IN_PLACE_OF_HOOKS: Mapping[str, str] = {
+    "fp16_compress_wrapper_hook": "register fp16_compress_hook without a wrapper",
+    "bf16_compress_wrapper_hook": "register bf16_compress_hook without a wrapper",
+    "powerSGD_hook": "give --compress powersgd before the script",
+    "batched_powerSGD_hook": "give --compress powersgd before the script",
+    "quantization_pertensor_hook": "give --compress int8 before the script",
+    "quantization_perchannel_hook": "give --compress int8 before the script",
+    "post_localSGD_hook": "use dearmpi.LocalOptimizer",
+    "noop_hook": "leave DistributedDataParallel out",
+}
+
 ARGUMENTS = frozenset((*_WITHOUT_MEANING, *_REFUSED, "process_group", "forward_sync_buffers"))
 """Those that ``check`` looks at."""
 
@@ -107,9 +118,12 @@ def comm_dtype_of(hook: Callable[..., Any]) -> CommDtype:
     """
     if hook in _HOOKS:
         return _HOOKS[hook]
+    name = getattr(hook, "__name__", repr(hook))
+    served = ", ".join(known.__name__ for known in _HOOKS)
+    cure = _IN_PLACE_OF_HOOKS.get(
+        name, f"it serves {served} of torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    )
     raise ConfigError(
-        f"register_comm_hook() cannot serve {getattr(hook, '__name__', hook)!r}; it serves "
-        f"{', '.join(known.__name__ for known in _HOOKS)} of "
-        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+        f"register_comm_hook() cannot serve {name}; {cure}",
         code="ddp-not-served",
     )

@@ -54,8 +54,11 @@ def test_a_script_trains_what_it_trains_with_torchs_wrapper(name: str, world: Wo
         print(f"{name}: {difference:.1e}")
 
 
-@pytest.mark.parametrize("name", ["optimizers_by_turns", "wrapped_again"])
-def test_an_optimizer_in_shards_leaves_its_gradients_to_the_next(
+@pytest.mark.parametrize(
+    "name",
+    ["optimizers_by_turns", "wrapped_again", "state_begun_anew", "uneven_inputs_with_buffers"],
+)
+def test_an_optimizer_in_shards_trains_the_same(
     name: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Chosen, "choices", Choices(gather="parameters"))
@@ -227,6 +230,9 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert ("gradient_as_bucket_view, static_graph" in said) is world.is_root
     with raises(ConfigError, "ddp-not-served", "quantize"):
         model.register_comm_hook(None, _quantize)
+    wrapped = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    with raises(ConfigError, "ddp-not-served", "without a wrapper"):
+        model.register_comm_hook(None, wrapped)
     with raises(ArgumentError, "ddp-not-served"), model.join(divide_by_initial_world_size=False):
         pass
     with raises(UsageError, "join-misused", "one optimizer"), model.join():
