@@ -23,9 +23,9 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.engine.update.update import Options
 from dearmpi.errors import ReplicaMismatchError, UsageError
 
-STEP, CLIP, GATHER = 0.0, 1.0, 2.0
-"""What ranks that still train do next: step, with a checksum of what was changed of gradients and
-whether any was since the last one; clip, to a norm of a type; gather whole gradients."""
+STEP, CLIP, GATHER, SEND = 0.0, 1.0, 2.0, 3.0
+"""What ranks that still train do next: step; clip, to a norm of a type; gather whole gradients;
+send those that they have changed, with a checksum of the changes."""
 Action = tuple[float, float, float]
 _thread = threading.local()  # whether it is inside a join()
 
@@ -102,7 +102,7 @@ class Joining:
         kind, first, second = numbers.tolist()
         return kind, first, second
 
-    def broadcast_edited(self, gradients: Tensor) -> None:
+    def broadcast_changed(self, gradients: Tensor) -> None:
         """Overwrite whole gradients by those of a rank that still trains (collective)."""
         assert self._channel is not None, "a rank alone sends nothing"
         sent, root = gradients.cpu(), self.training_ranks()[-1]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine import usage_errors
-from dearmpi.engine.agreement.join import CLIP, STEP
+from dearmpi.engine.agreement.join import CLIP, GATHER, STEP
 from dearmpi.engine.bucket.bucket import BucketState
 from dearmpi.engine.codec.codec import Codecs
 from dearmpi.engine.iteration.backprop import Backprop
@@ -102,7 +102,8 @@ class Engine:
             raise usage_errors.cleared(name)
         self.backprop.finish_backward()
         if not exhausted:
-            self.reduced.announce_step()
+            self.reduced.send_changed()
+            self.joining.announce_next(STEP)
         options = self.state.iteration.options
         if options is None:
             options = self._options.read()
@@ -174,6 +175,7 @@ class Engine:
         """
         if self.state.keeps_gradients:
             self.reduced.take_replaced()
+            self.reduced.send_changed()
         if norm_type == 2.0:
             self.backprop.wait_reduced()
         else:
@@ -227,9 +229,11 @@ class Engine:
             if kind == CLIP:
                 return first, second
             if kind == STEP:
-                self.reduced.follow_edits(int(first), any_since=bool(second))
                 return None
-            self.backprop.wait_gathered()
+            if kind == GATHER:
+                self.backprop.wait_gathered()
+            else:
+                self.reduced.receive_changed(int(first))
 
     def scale_gradients(self, factor: float, unused: Unused = NONE_UNUSED) -> None:
         """Multiply reduced gradients but ``unused`` ones, between ``wait_reduced`` and ``step``."""

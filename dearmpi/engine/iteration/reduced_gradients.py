@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.engine import usage_errors
-from dearmpi.engine.agreement.join import GATHER, STEP
+from dearmpi.engine.agreement.join import GATHER, SEND
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.iteration.backprop import Backprop
@@ -35,7 +35,7 @@ class ReducedGradients:
     def __init__(self, state: EngineState, backprop: Backprop) -> None:
         self._state, self._backprop = state, backprop
         self._norms: dict[float, dict[Place, float]] = {}
-        self._are_edited = False  # since the last step
+        self._are_changed = False  # since the last step
         self._num_reduced = 0  # when these norms were found
         self._awaits_gathers = any(bucket.travels_as_factors for bucket in state.buckets)
         for bucket in state.buckets:
@@ -244,23 +244,23 @@ class ReducedGradients:
 
     def _note(self, line: str) -> None:
         self._state.edits.note(line)
-        self._are_edited = True
+        self._are_changed = True
 
-    def announce_step(self) -> None:
+    def send_changed(self) -> None:
         """Inside ``join``: ranks without batches get gradients that this one has changed."""
-        edited, self._are_edited = self._are_edited, False
-        if self._state.joining.is_open:
-            self._state.joining.announce_next(STEP, self._state.edits.checksum, edited)
-            self._send_edited(edited)
+        changed, self._are_changed = self._are_changed, False
+        if changed and self._state.joining.is_open:
+            self._state.joining.announce_next(SEND, self._state.edits.checksum)
+            self._broadcast_changed()
 
-    def follow_edits(self, checksum: int, *, any_since: bool) -> None:
+    def receive_changed(self, checksum: int) -> None:
         """On a rank without batches: take over what others have changed."""
         self._state.edits.checksum = checksum
-        self._send_edited(any_since)
+        self._broadcast_changed()
 
-    def _send_edited(self, edited: bool) -> None:
-        for index in sorted(self._state.iteration.active) if edited else ():
-            self._state.joining.broadcast_edited(self._state.buckets[index].gradients.data)
+    def _broadcast_changed(self) -> None:
+        for index in sorted(self._state.iteration.active):
+            self._state.joining.broadcast_changed(self._state.buckets[index].gradients.data)
 
     def _find_unsent(self) -> str:
         """The name of a parameter whose gradient of before the last backward is not on its way."""

@@ -256,6 +256,41 @@ def refuse_inside_join(optimizer: Any, model: Any, world: World) -> None:
         optimizer.step()
 
 
+def test_ranks_without_batches_take_over_what_others_change_of_gradients() -> None:
+    """Before a clipping that all ranks carry out, and before the step."""
+
+    def rank(world: World) -> tuple[list[float], list[float]]:
+        seen = []
+        for clips_by_itself in (False, True):
+            model = build()
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = wrap(inner, model, world, gather="gradients")
+            optimizer.keep_gradients()
+            norms = []
+            with optimizer.join():
+                for _ in range(3 if world.rank == 0 else 1):
+                    optimizer.zero_grad()
+                    loss(model, world).backward()
+                    first = next(model.parameters())
+                    assert first.grad is not None
+                    first.grad = first.grad * 3
+                    if clips_by_itself:
+                        norms.append(float(optimizer.clip_grad_norm_(0.01)))
+                    else:
+                        norms.append(float(clip_grad_norm_(model.parameters(), 0.01)))
+                    optimizer.step()
+            values = [float(value) for p in model.parameters() for value in p.detach().flatten()]
+            seen.append((values, norms))
+            optimizer.close()
+        assert seen[0][0] == pytest.approx(seen[1][0], rel=1e-12)
+        assert seen[0][1] == pytest.approx(seen[1][1], rel=1e-12)
+        return seen[0]
+
+    (values, norms), (others, _) = run_ranks(2, rank)
+    assert values == others
+    assert len(norms) == 3 and min(norms) > 0.01
+
+
 def refuse_what_is_used_up(optimizer: Any, model: Any, world: World) -> None:
     loss(model, world).backward()
     grads = grads_of(model)
