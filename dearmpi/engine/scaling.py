@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dearmpi.comm.world import World
-from dearmpi.engine.agreement.join import CLIP
 from dearmpi.engine.facade import Facade
 from dearmpi.engine.iteration.compilation import untraced
 from dearmpi.engine.iteration.engine import Engine
@@ -38,7 +37,7 @@ def clip(
     max_norm, norm_type = _positive("max_norm", max_norm), _positive("norm_type", norm_type)
     with _named_clip(world, name, max_norm, norm_type):
         engine.wait_reduced()  # which may exchange something first
-        engine.joining.announce_next(CLIP, max_norm, norm_type)
+        engine.joining.announce_clip(max_norm, norm_type)
         return _clip(engine, world, max_norm, norm_type)
 
 

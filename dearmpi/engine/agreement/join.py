@@ -95,6 +95,10 @@ class Joining:
         if self.is_open:
             self._reduce("next action", _numbers_of(kind, first, second), "max")
 
+    def announce_clip(self, max_norm: float, norm_type: float) -> None:
+        """This rank, which still trains, is about to clip (collective)."""
+        self.announce_next(CLIP, max_norm, norm_type)
+
     def find_next(self) -> Action:
         """What those that still train are about to do (collective)."""
         numbers = self._reduce("next action", _numbers_of(*[-math.inf] * 3), "max")
