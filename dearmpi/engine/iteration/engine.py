@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.engine import usage_errors
-from dearmpi.engine.agreement.join import CLIP, GATHER, STEP
 from dearmpi.engine.bucket.bucket import BucketState
 from dearmpi.engine.codec.codec import Codecs
 from dearmpi.engine.iteration.backprop import Backprop
@@ -102,8 +101,7 @@ class Engine:
             raise usage_errors.cleared(name)
         self.backprop.finish_backward()
         if not exhausted:
-            self.reduced.send_changed()
-            self.joining.announce_next(STEP)
+            self.reduced.announce_step()
         options = self.state.iteration.options
         if options is None:
             options = self._options.read()
@@ -224,16 +222,7 @@ class Engine:
     def next_clip(self) -> tuple[float, float] | None:
         """Exhausted: to which norm, of which type, the others clip; None if they step."""
         self.backprop.finish_backward()  # that of the others goes on meanwhile
-        while True:
-            kind, first, second = self.joining.find_next()
-            if kind == CLIP:
-                return first, second
-            if kind == STEP:
-                return None
-            if kind == GATHER:
-                self.backprop.wait_gathered()
-            else:
-                self.reduced.receive_changed(int(first))
+        return self.reduced.follow()
 
     def scale_gradients(self, factor: float, unused: Unused = NONE_UNUSED) -> None:
         """Multiply reduced gradients but ``unused`` ones, between ``wait_reduced`` and ``step``."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.engine import usage_errors
-from dearmpi.engine.agreement.join import GATHER, SEND
+from dearmpi.engine.agreement.join import CLIP, GATHER, SEND, STEP
 from dearmpi.engine.bucket.bucket import BucketRuntime, BucketState
 from dearmpi.engine.bucket.buffers import shaped_like
 from dearmpi.engine.iteration.backprop import Backprop
@@ -253,10 +253,24 @@ class ReducedGradients:
             self._state.joining.announce_next(SEND, self._state.edits.checksum)
             self._broadcast_changed()
 
-    def receive_changed(self, checksum: int) -> None:
-        """On a rank without batches: take over what others have changed."""
-        self._state.edits.checksum = checksum
-        self._broadcast_changed()
+    def announce_step(self) -> None:
+        """Inside ``join``: this rank is about to step."""
+        self.send_changed()
+        self._state.joining.announce_next(STEP)
+
+    def follow(self) -> tuple[float, float] | None:
+        """On a rank without batches: do as the others until they clip, to a norm of a type, or step
+        (collective).
+        """
+        while True:
+            kind, first, second = self._state.joining.find_next()
+            if kind == GATHER:
+                self._backprop.wait_gathered()
+            elif kind == SEND:
+                self._state.edits.checksum = int(first)
+                self._broadcast_changed()
+            else:
+                return (first, second) if kind == CLIP else None
 
     def _broadcast_changed(self) -> None:
         for index in sorted(self._state.iteration.active):
