@@ -195,8 +195,9 @@ class DistributedOptimizer(Readings):
     @torch.no_grad()
     @untraced
     def leave_gradients(self) -> None:
-        """Make averaged gradients that no step has used plain tensors in ``param.grad``, to which
-        backwards inside ``no_sync()`` add, as with DDP (collective).
+        """Make plain tensors of averaged gradients that no step has used (collective).
+
+        Backwards inside ``no_sync()`` then add to ``param.grad``, as with DDP.
         """
         self._built.engine.leave_gradients()
 
