@@ -99,6 +99,11 @@ class CollectiveAlgorithms:
         """False where the library would have to add half precision."""
         return self.wire_dtype is None or self.reduce_scatter not in ADDED_BY_LIBRARY
 
+    @property
+    def added_here(self) -> ReduceScatter:
+        """The algorithm; a ring in the place of one by which the library adds."""
+        return "ring" if self.reduce_scatter in ADDED_BY_LIBRARY else self.reduce_scatter
+
     def carrying(self, buffers: Buffers) -> list[CollectiveAlgorithms]:
         """These for each of ``buffers``, whose elements are as large as in memory."""
         if self.grid is None:

@@ -116,8 +116,7 @@ class NonzeroReduce(_BlockCodec):
         """``scratch``: shared by all buckets."""
         super().__init__(bucket, scratch)
         # The library's order of sums may depend on the length.
-        name = algorithms.reduce_scatter
-        self._algorithm = CollectiveAlgorithms("ring" if name == "native" else name)
+        self._algorithm = CollectiveAlgorithms(algorithms.added_here)
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Agree on the blocks, then send those."""

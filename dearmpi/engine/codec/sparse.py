@@ -73,8 +73,7 @@ class SparseReduce(StatelessCodec):
         spec = bucket.spec
         self.index, self._size, self.numel = spec.index, spec.world_size, spec.largest_shard
         self.num_sent = max(1, math.ceil(density * self.numel))  # of each shard
-        name = algorithms.reduce_scatter
-        self.algorithm = CollectiveAlgorithms("ring" if name == "native" else name)
+        self.algorithm = CollectiveAlgorithms(algorithms.added_here)
         self.scratch, self.feedback = scratch, feedback
         self.turn = 0
         self._turn_before: int | None = None  # that of the iteration's start, if it has gone on

@@ -194,8 +194,8 @@ class PlanController:
         found = self.live.built.engine.codecs.algorithms
         topology = "flat" if found.grid is None else found.grid.text
         algorithm = found.reduce_scatter
-        if algorithm == "native" and config.compress != "none":
-            algorithm = "ring"  # MPI cannot add what is compressed
+        if config.compress != "none":
+            algorithm = found.added_here  # the library cannot add what is compressed
         return replace(config, reduce_scatter=algorithm, topology=topology)
 
     def _lay_out_anew(self, plan: Plan | Literal["auto"] | None, config: EngineConfig) -> None:
