@@ -58,6 +58,7 @@ th,td{text-align:right;padding:2px 14px 2px 0;white-space:nowrap}
 th{color:var(--faint);font-weight:normal}
 code{font-size:.85rem;overflow-wrap:anywhere}
 .flag{white-space:nowrap}
+.value{white-space:nowrap}
 .terms dt{color:var(--ink);font-weight:600;margin-top:.5em}
 .terms dd{font-size:.92rem;color:var(--faint)}
 @media (max-width:640px){.wide{display:none}.narrow{display:block}}
@@ -92,8 +93,9 @@ def draw_page(
 
 
 def _prose(text: str) -> str:
-    """``text`` for a page, whose flags stay on one line."""
-    return re.sub(r"(?<![\w-])--[a-z][\w-]*", r'<span class="flag">\g<0></span>', escape(text))
+    """``text`` for a page, whose flags and values with units stay on one line."""
+    flags = re.sub(r"(?<![\w-])--[a-z][\w-]*", r'<span class="flag">\g<0></span>', escape(text))
+    return re.sub(r"\d[\d.,]* (%|s|ms|us)(?!\w)", r'<span class="value">\g<0></span>', flags)
 
 
 def _draw_verdict(verdict: Verdict | None) -> str:

@@ -119,6 +119,7 @@ def _say_compute(case: _Case) -> str:
 def _say_cores(case: _Case) -> str:
     figures = case.figures
     ranks = len(figures.ranks)
+    fewer = "ranks or --threads" if figures.num_threads != 1 else "ranks"
     crowd = ""
     if figures.num_cores and figures.num_threads:
         crowd = (
@@ -128,7 +129,7 @@ def _say_cores(case: _Case) -> str:
         )
     return (
         f"Communication within one host limits this run: {case.of_step()} is spent waiting for it. "
-        f"Look at cores first{crowd}: try fewer ranks or --threads, so that each has cores of its "
+        f"Look at cores first{crowd}: try fewer {fewer}, so that each has cores of its "
         "own; then a larger --batch-size, which communicates less often."
     )
 
@@ -190,10 +191,11 @@ def _say_straggler(case: _Case) -> str:
 
 
 def _say_uneven(case: _Case) -> str:
+    fewer = "--threads or ranks" if case.figures.num_threads != 1 else "ranks"
     return (
         f"Ranks that are late in turn limit this run: {case.of_step()} is spent waiting "
-        "while another rank still computes; try fewer --threads or ranks per host, so that each "
-        "has cores of its own, and look for other work on the hosts."
+        f"while another rank still computes; try fewer {fewer} per host, so that each has cores "
+        "of its own, and look for other work on the hosts."
     )
 
 

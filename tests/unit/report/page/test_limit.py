@@ -154,6 +154,9 @@ def test_one_host_has_no_network_and_cores_come_first() -> None:
     said = "2 ranks compute with 1 thread each and have one more for communication; rank 0 may use"
     assert f"{said} 2 cores" in waits.sentence
     assert waits.sentence.index("cores first") < waits.sentence.index("--batch-size")
+    assert "--threads" not in waits.sentence, "there is one already"
+    more = replace(_on_one_host(0.4, 0.42), num_threads=2)
+    assert "try fewer ranks or --threads," in judge(more).sentence
     computes = judge(_on_one_host(0.05, 0.06))
     assert computes.limit is Limit.COMPUTE
     for verdict in (waits, computes):

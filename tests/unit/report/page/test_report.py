@@ -358,13 +358,17 @@ def test_the_bar_of_a_step_is_filled_by_its_parts(tmp_path: Path) -> None:
 
 
 @quick
-def test_flags_do_not_break_across_lines(tmp_path: Path) -> None:
+def test_flags_and_values_do_not_break_across_lines(tmp_path: Path) -> None:
     folder = ExampleRun(backlog_s=0.4).write(tmp_path)
     shutil.rmtree(folder / "trace")
     page = report(folder)
     prose = re.sub(r'<span class="flag">--[\w-]+</span>', "", page[page.index("<h1>") :])
     assert page.count('<span class="flag">--batch-size') == 1
     assert ".flag{white-space:nowrap}" in page and "--" not in text_of(prose)
+    verdict = page[page.index('<p class="verdict') :].partition("</p>")[0]
+    values = re.findall(r'<span class="value">([^<]*)</span>', verdict)
+    assert [value.split(" ")[1] for value in values[:3]] == ["ms", "s", "%"]
+    assert ".value{white-space:nowrap}" in page
 
 
 @quick
