@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.decorators import FC
+from click.shell_completion import CompletionItem
 
 from dearmpi.cli.console import Console
 from dearmpi.config import engine_setting, nearest
@@ -42,6 +43,14 @@ class SettingOption(click.Option):
             details["metavar"] = about.metavar or "|".join(about.choices)
             details["multiple"] = about.is_pairs
         super().__init__([flags, name], **details)
+        self._choices = about.choices
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The choices that begin like this; files where the value is a path."""
+        if (self.metavar or "").endswith(("PATH", "FILE", "ROOT")):
+            return [CompletionItem(incomplete, type="file")]
+        begun = (choice for choice in self._choices if choice.startswith(incomplete))
+        return [CompletionItem(choice) for choice in begun]
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]  # a class without parameters in click 8.1
@@ -98,6 +107,7 @@ def setting_options(*, hidden: Container[str] = ()) -> Iterator[click.Parameter]
         ["--config", "config"],
         metavar="FILE",
         envvar=CONFIG_VARIABLE,
+        shell_complete=lambda *given: [CompletionItem(given[-1], type="file")],
         help="YAML file with settings, named as the flags are",
     )
     yield click.Option(

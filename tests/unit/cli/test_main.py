@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.shell_completion import ShellComplete
 
 import dearmpi
 from dearmpi.cli.flags import setting_options
-from dearmpi.cli.main import main
+from dearmpi.cli.main import group, main
 from dearmpi.cli.run import read_sources
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
@@ -135,6 +136,27 @@ def test_every_command_suggests_the_nearest_choice(
 ) -> None:
     assert main(arguments) == 2
     assert f"did you mean '{meant}'?" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begun", "kind", "values"),
+    [
+        (["run"], "--lr", "plain", ["--lr", "--lr-schedule", "--lr-milestones", "--lr-gamma"]),
+        (["run", "--schedule"], "", "plain", ["serial", "wfbp", "dear"]),
+        (["run", "--compress"], "int", "plain", ["int8", "int4"]),
+        (["run", "--data"], "cor", "file", ["cor"]),
+        (["run", "--config"], "my", "file", ["my"]),
+        (["run", "--resume"], "ru", "file", ["ru"]),
+        (["plan", "--gather"], "p", "plain", ["parameters"]),
+    ],
+)
+def test_a_shell_completes_flags_and_their_values(
+    arguments: list[str], begun: str, kind: str, values: list[str]
+) -> None:
+    found = ShellComplete(group, {}, "dear-train", "_DEAR_TRAIN_COMPLETE").get_completions(
+        arguments, begun
+    )
+    assert [(one.type, one.value) for one in found] == [(kind, value) for value in values]
 
 
 def test_a_folder_of_runs_is_none_to_export_from(
