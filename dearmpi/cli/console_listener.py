@@ -12,7 +12,7 @@ from pathlib import Path
 from dearmpi.cli.console import Console, bar, duration
 from dearmpi.config import MIB
 from dearmpi.engine.setup.self_planning import Pause
-from dearmpi.report.draw.units import count_text
+from dearmpi.report.draw.units import count_text, value_text
 from dearmpi.report.read.pace import WORTH, Pace, SlowRanks, StragglerWatch
 from dearmpi.train.loop.evaluation import Outcome
 from dearmpi.train.loop.job import Job
@@ -149,7 +149,7 @@ def describe_row(job: Job, row: MetricsRow) -> list[str]:
     """Loss as the task shows it, learning rate, throughput, what communication costs."""
     parts = _describe_loss(job, row)
     if row.eval_loss is not None:
-        parts.append(f"held out {row.eval_loss * job.task.loss_scale:.4f}")
+        parts.append(f"held out {value_text(row.eval_loss * job.task.loss_scale)}")
         parts += _describe_metrics(row.extra)
     if row.learning_rate is not None:
         parts.append(f"lr {row.learning_rate:.3g}")
@@ -167,7 +167,7 @@ def describe_live(job: Job, row: MetricsRow) -> list[str]:
 def _describe_loss(job: Job, row: MetricsRow) -> list[str]:
     if row.loss is None:
         return []
-    return [f"{job.task.loss_scale_name} {row.loss * job.task.loss_scale:.4f}"]
+    return [f"{job.task.loss_scale_name} {value_text(row.loss * job.task.loss_scale)}"]
 
 
 def _describe_rate(job: Job, row: MetricsRow) -> list[str]:
@@ -205,10 +205,12 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
         lines[0] += f": {taken} steps in {seconds}, {rate}"
     if outcome.first_loss is not None and outcome.last_loss is not None:
         first, last = (loss * task.loss_scale for loss in (outcome.first_loss, outcome.last_loss))
-        course = f"{last:.4f}" if first == last else f"{first:.4f} -> {last:.4f}"
+        course = (
+            f"{value_text(last)}" if first == last else f"{value_text(first)} -> {value_text(last)}"
+        )
         lines.append(f"{task.loss_scale_name} in training: {course}")
     if outcome.evaluation is not None:
-        parts = [f"{outcome.evaluation.loss * task.loss_scale:.4f}"]
+        parts = [f"{value_text(outcome.evaluation.loss * task.loss_scale)}"]
         parts += _describe_metrics(outcome.evaluation.metrics)
         lines.append(
             f"{task.loss_scale_name} on {outcome.evaluation.num_samples} held-out samples: "
@@ -235,4 +237,4 @@ def describe_stop(number: signal.Signals | None, max_time_s: float | None, *, fo
 
 
 def _describe_metrics(metrics: Mapping[str, float]) -> list[str]:
-    return [f"{name} {value:.4f}" for name, value in metrics.items()]
+    return [f"{name} {value_text(value)}" for name, value in metrics.items()]

@@ -66,6 +66,11 @@ def digits(value: float) -> str:
     )
 
 
+def value_text(value: float) -> str:
+    """A loss or metric with four decimals, or three digits where these would hide it."""
+    return digits(value) if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+
+
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns of equal width, the first aligned left and the others right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dearmpi.comm.world import World
 from dearmpi.errors import TaskError
+from dearmpi.report.draw.units import value_text
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.data.data import evaluation_shares, load_batch
 from dearmpi.train.data.loading import BatchLoader, BatchRequest
@@ -235,7 +236,7 @@ class BestEvaluation:
         """Lines for people on the best and on an early end. scale: for the loss that is shown."""
         if not self.is_watched or self.loss is None:
             return []
-        line = f"lowest held-out loss: {self.loss * scale:.4f} at step {self.step}"
+        line = f"lowest held-out loss: {value_text(self.loss * scale)} at step {self.step}"
         if self.keeps:
             line += ", kept as the checkpoint that the file best names"
         if self.is_over:

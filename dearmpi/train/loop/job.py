@@ -182,7 +182,9 @@ def prepare(
     """
     with together(world):
         batches = share_samples(settings, task, world, snapshot)
-        total_steps = settings.max_steps or (settings.epochs or 1) * batches.steps_per_epoch
+        per_epoch = batches.steps_per_epoch
+        total_steps = settings.max_steps or (settings.epochs or 1) * per_epoch
+        curve = lr_curve(settings, total_steps=total_steps, steps_per_epoch=per_epoch)
         stream: StreamReader | None = None
         if isinstance(batches, Batches):
             _check_passes(batches, task, total_steps)
@@ -218,7 +220,7 @@ def prepare(
         device=device_of_model(task.model),
         optimizer=optimizer,
         base_lrs=base_lrs,
-        curve=lr_curve(settings, total_steps=total_steps, steps_per_epoch=batches.steps_per_epoch),
+        curve=curve,
         batches=batches,
         start_step=start_step,
         total_steps=total_steps,

@@ -107,9 +107,21 @@ def choose_optimizer(settings: RunSettings) -> OptimizerChoice:
                 f"{known_names(option, options)}",
                 code="setting-without-effect",
             )
+    if settings.no_decay and "weight_decay" not in arguments:
+        _check_decays(accepted, name)
     if "lr" not in arguments:
         arguments["lr"] = _default_lr(accepted, name)
     return OptimizerChoice(kind, arguments, name)
+
+
+def _check_decays(accepted: Mapping[str, inspect.Parameter], name: str) -> None:
+    """Raise TaskError for an optimizer that by itself decays no parameter."""
+    if "weight_decay" in accepted and accepted["weight_decay"].default in (0, None):
+        raise TaskError(
+            f"no_decay has no effect: {name} has no weight decay by itself; give --weight-decay, "
+            "or leave no_decay out",
+            code="setting-without-effect",
+        )
 
 
 def _default_lr(accepted: Mapping[str, inspect.Parameter], name: str) -> float:

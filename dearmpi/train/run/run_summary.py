@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dearmpi.errors import ConfigError
-from dearmpi.report.draw.units import digits, time_text
+from dearmpi.report.draw.units import digits, time_text, value_text
 from dearmpi.train.checkpoint.survey import list_runs
 from dearmpi.train.metrics import metrics
 from dearmpi.train.metrics.metrics import MetricsRow
@@ -136,7 +136,7 @@ def _best(run: RunSummary) -> str:
 
 
 def _number(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:.4f}" if abs(value) < 100 else digits(value)
+    return _UNKNOWN if value is None else value_text(value) if abs(value) < 100 else digits(value)
 
 
 def table_of_differences(paths: Sequence[Path]) -> list[tuple[str, ...]]:

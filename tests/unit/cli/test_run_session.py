@@ -213,6 +213,8 @@ def test_a_resumed_run_keeps_its_settings_unless_told_otherwise(
     [
         ({"optimizer": "adm"}, 2, "unknown optimizer 'adm'"),
         ({"momentum": "0.9", "optimizer": "Adam"}, 2, "momentum has no effect"),
+        ({"optimizer": "SGD", "lr": "0.1", "no_decay": "norms"}, 2, "give --weight-decay"),
+        ({"lr_schedule": "nowhere.py:curve"}, 2, "lr-schedule nowhere.py:curve"),
         ({"task": "digitz"}, 2, "did you mean 'digits'"),
         ({"task_options": ["eval=no"], "eval_interval": "3"}, 2, "eval_interval 3 has no effect"),
         ({"task_options": ["widht=3"]}, 2, "widht"),

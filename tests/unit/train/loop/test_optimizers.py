@@ -55,6 +55,10 @@ def test_every_optimizer_offered_can_be_made_with_its_own_learning_rate(name: st
             "no_decay has no effect: Rprop has no such option",
         ),
         (
+            RunSettings(optimizer="SGD", lr=0.1, no_decay=("norms",)),
+            "no_decay has no effect: SGD has no weight decay by itself; give --weight-decay",
+        ),
+        (
             RunSettings(optimizer="torch.nn:Linear"),
             "torch.nn:Linear is not a class of torch.optim.Optimizer's kind",
         ),
