@@ -215,9 +215,11 @@ def test_training_with_matrices_of_state_goes_on_on_any_number_of_ranks() -> Non
     """As in one process that was never stopped, in fp64."""
     optimizers = pytest.importorskip("pytorch_optimizer", reason="an extra of the tests")
 
+    torch.manual_seed(4)  # here, since ranks are threads that draw from one generator
+    initial = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
     def train_on(steps: range, start: Any = None, world: World | None = None) -> Any:
-        torch.manual_seed(4)
-        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+        model = copy.deepcopy(initial)
         optimizer: Any = optimizers.Shampoo(model.parameters(), lr=0.01)
         if world is not None:
             optimizer = DistributedOptimizer(optimizer, model, world=world, bucket_cap_mb=1e-4)
