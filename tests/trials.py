@@ -32,7 +32,7 @@ def remember_trials() -> None:
 
     def check_once(optimizer: Any, *, world_size: int, config: Any) -> Any:
         form = (config.has_buckets(world_size), config.update_on, config.gather, config.shards)
-        key = _key(optimizer, optimizer.param_groups, form)
+        key = _key(optimizer, optimizer.param_groups, form, config.compress, config.needs_linear)
         if key is None:
             return check_optimizer(optimizer, world_size=world_size, config=config)
         with lock:  # of ranks that are threads one tries, and the others wait
