@@ -76,11 +76,12 @@ def test_a_rank_that_polls_looks_in_a_thread_of_its_own(monkeypatch: pytest.Monk
     texts: list[str] = []
 
     def say(text: str) -> None:
-        texts.append(text)
-        told.set()
+        if "its AG0." in text:  # not of a connection that takes long
+            texts.append(text)
+            told.set()
 
     monkeypatch.setattr("dearmpi.comm.watchdog.waits.safe_output.write", say)
-    hub, limits = FakeHub(2), StallLimits(warning_s=0.1, abort_s=30.0)
+    hub, limits = FakeHub(2), StallLimits(warning_s=0.5, abort_s=60.0)
     other = threading.Thread(target=lambda: World(FakeCollectives(hub, 1), progress="poll"))
     other.start()
     world = World(FakeCollectives(hub, 0), progress="poll", stall_limits=limits)
@@ -88,8 +89,8 @@ def test_a_rank_that_polls_looks_in_a_thread_of_its_own(monkeypatch: pytest.Monk
     buffer = HostBuffer(np.zeros(2))
     world._farewell.submit("AG0", lambda c: c.start_all_gather(buffer))  # rank 1 never joins it
     world.progress.poll()
-    assert told.wait(30.0)
-    assert "[rank 0 on fakehost]" in texts[0] and "its AG0." in texts[0]
+    assert told.wait(60.0)
+    assert "[rank 0 on fakehost]" in texts[0]
     world.close()
 
 

@@ -32,7 +32,7 @@ class Second:
         """Have it call ``action``; raises what that raises."""
         self._actions.append(action)
         self._told.release()
-        assert self._done.acquire(timeout=30.0)
+        assert self._done.acquire(timeout=60.0)
         if self._failure is not None:
             raise self._failure
 
