@@ -17,10 +17,9 @@ from dearmpi.comm.world import World
 from dearmpi.config import ReduceScatter
 from tests.unit.engine.chain import Chain
 
-LAYER_S = 0.02
 NUM_LAYERS = 4
-COMPUTE_S = 2 * NUM_LAYERS * LAYER_S
-PASSING_S = 0.6 * LAYER_S
+# Of a layer. A busy machine holds up what is longer by a smaller share of it.
+PACES_S = (0.02, 0.06, 0.2)
 _NUM_TRIES = 12  # on a busy machine most are disturbed
 
 pytestmark = pytest.mark.ranks(at_least=2)
@@ -103,10 +102,10 @@ Iterate = Callable[..., float]
 
 @pytest.fixture
 def iteration_s(slow_world: World, wire: Wire) -> Iterate:
-    """Seconds of the best of a few iterations, on the slowest rank."""
+    """Seconds of the best of a few iterations, on the slowest rank; all ranks have the same."""
 
-    def measure(operation_s: float, **settings: Any) -> float:
-        model = Chain(NUM_LAYERS, lambda _: time.sleep(LAYER_S))
+    def measure(layer_s: float, operation_s: float, **settings: Any) -> float:
+        model = Chain(NUM_LAYERS, lambda _: time.sleep(layer_s))
         optimizer = DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             model,
@@ -138,18 +137,27 @@ def iteration_s(slow_world: World, wire: Wire) -> Iterate:
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_dear_hides_what_serial_exposes(gather: str, iteration_s: Iterate) -> None:
     """Equal computation, equal communication: all that differs is what is exposed."""
-    exposed_s = {
-        schedule: iteration_s(PASSING_S, schedule=schedule, gather=gather) - COMPUTE_S
-        for schedule in ("dear", "wfbp", "serial")
-    }
-    # Expected of dear: the first layers' reduce-scatter and all-gather, of 8 operations 2.
-    assert exposed_s["serial"] > 7 * PASSING_S
-    assert exposed_s["dear"] < 0.6 * exposed_s["serial"]
-    assert exposed_s["dear"] < exposed_s["wfbp"]
+
+    def is_hidden(layer_s: float) -> bool:
+        operation_s, compute_s = 0.6 * layer_s, 2 * NUM_LAYERS * layer_s
+        exposed_s = {
+            schedule: iteration_s(layer_s, operation_s, schedule=schedule, gather=gather)
+            - compute_s
+            for schedule in ("dear", "wfbp", "serial")
+        }
+        assert exposed_s["serial"] > 7 * operation_s
+        # Expected of dear: the first layers' reduce-scatter and all-gather, of 8 operations 2.
+        return exposed_s["dear"] < min(0.6 * exposed_s["serial"], exposed_s["wfbp"])
+
+    assert any(map(is_hidden, PACES_S))
 
 
 def test_communication_longer_than_computation_costs_the_excess(iteration_s: Iterate) -> None:
-    operation_s = 1.5 * LAYER_S
-    dear_s = iteration_s(operation_s, schedule="dear")
-    network_s = 2 * NUM_LAYERS * operation_s
-    assert dear_s < 0.9 * (network_s + COMPUTE_S)  # computation hides behind the network
+
+    def is_the_excess(layer_s: float) -> bool:
+        operation_s = 1.5 * layer_s
+        dear_s = iteration_s(layer_s, operation_s, schedule="dear")
+        network_s, compute_s = 2 * NUM_LAYERS * operation_s, 2 * NUM_LAYERS * layer_s
+        return dear_s < 0.9 * (network_s + compute_s)  # computation hides behind the network
+
+    assert any(map(is_the_excess, PACES_S))

@@ -59,11 +59,21 @@ def test_every_bucket_goes_both_ways_each_time(comm_dtype: CommDtype) -> None:
     assert len([nbytes for _, nbytes in sent(comm_dtype) if nbytes > 100]) >= 2 * 2 * REPEATS
 
 
-def test_connections_between_hosts_are_used_for_a_while_before_it_counts() -> None:
+def test_connections_between_hosts_are_used_for_a_while_before_it_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = threading.local()
+
+    def now() -> float:
+        """A hundredth of a second later each time."""
+        clock.now = getattr(clock, "now", 0.0) + 0.01
+        return float(clock.now)
+
+    monkeypatch.setattr(link, "time", SimpleNamespace(perf_counter=now))
     usual = len(sent("fp32"))
     assert len(sent("fp32", hosts=("a", "b"))) == usual
-    assert len(sent("fp32", hosts=("a", "b"), warm_up_s=0.2)) > 2 * usual
-    assert len(sent("fp32", warm_up_s=0.2)) == usual
+    assert len(sent("fp32", hosts=("a", "b"), warm_up_s=1.0)) > 2 * usual
+    assert len(sent("fp32", warm_up_s=1.0)) == usual
 
 
 def test_the_slowest_rank_s_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:

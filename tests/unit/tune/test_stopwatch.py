@@ -13,8 +13,6 @@ from tests.fakes.ranks import run_ranks
 from tests.unit.engine.chain import Chain
 from tests.unit.tune.timed import chain, shown, timer, train
 
-WAIT_S = 0.02
-
 
 def profile_while_distributed(world: World) -> tuple[float, float]:
     """Compute time of an iteration, and how long it waited."""
@@ -35,15 +33,16 @@ def profile_while_distributed(world: World) -> tuple[float, float]:
 
 
 def test_waits_for_communication_are_no_computation() -> None:
-    def is_told_apart() -> bool:
-        hub = FakeHub(2, seconds=lambda label, nbytes: WAIT_S)
+    def is_told_apart(wait_s: float) -> bool:
+        hub = FakeHub(2, seconds=lambda label, nbytes: wait_s)
         pairs = run_ranks(2, profile_while_distributed, hub=hub)
         return all(
-            waited_s > 4 * WAIT_S and compute_s < waited_s / 2 for compute_s, waited_s in pairs
+            waited_s > 4 * wait_s and compute_s < waited_s / 2 for compute_s, waited_s in pairs
         )
 
-    # A busy machine may hold a rank up while the wire works, so that it has less to wait for.
-    assert any(is_told_apart() for _ in range(3))
+    # A busy machine may hold a rank up while the wire works, so that it has less to wait for: the
+    # less so, the longer it works.
+    assert any(map(is_told_apart, (0.02, 0.1, 0.5)))
 
 
 def test_a_clock_that_stands_still_while_waiting() -> None:

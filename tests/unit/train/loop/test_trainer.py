@@ -308,18 +308,19 @@ def test_groups_without_weight_decay_are_trained_as_one_process_trains_them(
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_rows_count_the_time_that_a_slower_rank_takes(tmp_path: Path) -> None:
+def tells_of_the_slower_rank(folder: Path, pause_s: float) -> bool:
+    folder.mkdir()
     settings = RunSettings(max_steps=9, eval_interval=0, log_interval=1, **SGD)
 
     def slow_error(model: nn.Module, batch: Any) -> Tensor:
-        time.sleep(0.05)
+        time.sleep(pause_s)
         return squared_error(model, batch)
 
     def work(world: World) -> list[MetricsRow]:
         job = make_job(world, settings, make_task(slow_error if world.rank else squared_error))
         notes = Notes()
         notes.saved = lambda checkpoint: None  # type: ignore[method-assign]
-        Trainer(job, tmp_path, listener=notes).run()
+        Trainer(job, folder, listener=notes).run()
         return notes.rows
 
     first, *rows, _ = run_ranks(2, work)[0]  # the last waits for an evaluation too
@@ -328,16 +329,23 @@ def test_rows_count_the_time_that_a_slower_rank_takes(tmp_path: Path) -> None:
         busy_s, wait_s = zip(*((one.own_s, one.wait_s) for one in row.ranks), strict=True)
         slow = find_stragglers(busy_s, wait_s, step_s=row.step_s or 0.0)
         told.append(() if slow is None else slow.places)
-    assert told.count((1,)) > len(rows) / 2, told  # a busy machine may hold up rank 0 in a few
     ends_s = [row.elapsed_s or 0.0 for row in (first, *rows)]
     lengths_s = [after - before for before, after in pairwise(ends_s)]
-    assert median(row.step_s or 0.0 for row in rows) > 0.7 * median(lengths_s)
+    is_whole = median(row.step_s or 0.0 for row in rows) > 0.7 * median(lengths_s)
+    return is_whole and told.count((1,)) > len(rows) / 2
 
 
-def test_rows_tell_which_rank_waits_for_its_data(tmp_path: Path) -> None:
+def test_rows_count_the_time_that_a_slower_rank_takes(tmp_path: Path) -> None:
+    """A busy machine may hold up rank 0, but hardly for as long as the longest pause."""
+    assert any(tells_of_the_slower_rank(tmp_path / str(s), s) for s in (0.05, 0.25, 1.0))
+
+
+def tells_who_waits_for_data(folder: Path, pause_s: float) -> bool:
+    folder.mkdir()
+
     class Slow(list[Any]):
         def __getitem__(self, index: Any) -> Any:
-            time.sleep(0.02)
+            time.sleep(pause_s)
             return super().__getitem__(index)
 
     def work(world: World) -> list[MetricsRow]:
@@ -348,14 +356,18 @@ def test_rows_tell_which_rank_waits_for_its_data(tmp_path: Path) -> None:
         settings = RunSettings(max_steps=5, eval_interval=0, log_interval=1, **SGD)
         notes = Notes()
         notes.saved = lambda checkpoint: None  # type: ignore[method-assign]
-        Trainer(make_job(world, settings, task), tmp_path, listener=notes).run()
+        Trainer(make_job(world, settings, task), folder, listener=notes).run()
         return notes.rows
 
     pairs = [row.ranks for row in run_ranks(2, work)[0]]
     told = [
         slow.data_s > 5 * quick.data_s and slow.data_s > 0.5 * slow.own_s for quick, slow in pairs
     ]
-    assert sum(told) > len(told) / 2, pairs  # a busy machine may hold up rank 0 in a few
+    return sum(told) > len(told) / 2
+
+
+def test_rows_tell_which_rank_waits_for_its_data(tmp_path: Path) -> None:
+    assert any(tells_who_waits_for_data(tmp_path / str(s), s) for s in (0.02, 0.1, 0.5))
 
 
 def test_what_a_task_keeps_in_evaluation_mode_stays_so(alone: World, tmp_path: Path) -> None:
