@@ -101,7 +101,7 @@ def read_entry(folder: Path, rank: int) -> Entry | None:
         return None
 
 
-def collect_stacks(folder: Path, ranks: list[int], *, wait_s: float = 3.0) -> str:
+def collect_stacks(folder: Path, ranks: list[int], *, wait_s: float = 15.0) -> str:
     """The Python stacks of ``ranks``, asked of them by signal; for people to read."""
     sections = []
     for rank in ranks:

@@ -21,7 +21,7 @@ def test_it_trains_on_two_ranks_of_its_own_inside_a_step_of_slurm(tmp_path: Path
         env={"PATH": "/usr/bin:/bin", **step},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=True,
     )
     command, *variables = ended.stdout.splitlines()

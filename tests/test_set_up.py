@@ -38,7 +38,7 @@ def set_up(checkout: Path) -> subprocess.CompletedProcess[str]:
         env={"PATH": f"{programs}:/usr/bin:/bin", "PYTHON": str(programs / "python")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 

@@ -104,14 +104,14 @@ def test_a_module_and_an_exit_status(tmp_path: Path) -> None:
         "sys.exit(int(sys.argv[1]))\n"
     )
     command = [sys.executable, "-m", "dearmpi", "-m", "trains", "3"]
-    ended = run_job(forked(command), ranks=2, limit_s=60, folder=tmp_path)
+    ended = run_job(forked(command), ranks=2, limit_s=90.0, folder=tmp_path)
     assert ended.returncode == 3, ended.output
 
 
 def test_settings_that_contradict_are_refused_before_the_script(tmp_path: Path) -> None:
     (tmp_path / "trains.py").write_text("print('trained')\n")
     command = [sys.executable, "-m", "dearmpi", "--compress", "topk", str(tmp_path / "trains.py")]
-    ended = run_job(forked(command), ranks=1, limit_s=60)
+    ended = run_job(forked(command), ranks=1, limit_s=90.0)
     assert ended.returncode == 2
     assert "take gather 'parameters'" in ended.output and "trained" not in ended.output
 
@@ -120,7 +120,7 @@ def test_ranks_that_cannot_find_each_other_end_before_the_script(tmp_path: Path)
     (tmp_path / "trains.py").write_text("print('trained')\n")
     command = [sys.executable, "-m", "dearmpi", str(tmp_path / "trains.py")]
     other = {"OMPI_COMM_WORLD_SIZE": "2"}
-    ended = run_job(forked(command), ranks=1, limit_s=60, environment=other)
+    ended = run_job(forked(command), ranks=1, limit_s=90.0, environment=other)
     assert ended.returncode == 3, ended.output
     assert "dearmpi: error: " in ended.output and "[launcher-mismatch]" in ended.output
     assert "Traceback" not in ended.output and "trained" not in ended.output
@@ -128,7 +128,7 @@ def test_ranks_that_cannot_find_each_other_end_before_the_script(tmp_path: Path)
 
 def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "dearmpi", str(tmp_path / "absent.py")]
-    ended = run_job(forked(command), ranks=1, limit_s=60)
+    ended = run_job(forked(command), ranks=1, limit_s=90.0)
     assert ended.returncode == 2
     assert "absent.py" in ended.output
 
@@ -156,7 +156,7 @@ def test_ranks_that_train_models_of_their_own_are_told(
 ) -> None:
     (tmp_path / "alone.py").write_text(ALONE.replace("WRAP", wrap))
     command = [sys.executable, "-m", "dearmpi", str(tmp_path / "alone.py")]
-    ended = run_job(forked(command), ranks=2, limit_s=60)
+    ended = run_job(forked(command), ranks=2, limit_s=90.0)
     assert ended.returncode == 0
     assert ended.output.count("each of the 2 ranks trains a model of its own") == num_warnings
 

@@ -67,7 +67,7 @@ def run(how: str, *, ranks: int, folder: Path) -> Ended:
     return run_job(
         forked([sys.executable, path, how]),
         ranks=ranks,
-        limit_s=60.0,
+        limit_s=90.0,
         environment={"PYTHONPATH": str(ROOT)},
     )
 

@@ -116,7 +116,7 @@ def run(script: str, *arguments: str, folder: Path, ranks: int = 2) -> Ended:
     return run_job(
         forked([sys.executable, path, *arguments]),
         ranks=ranks,
-        limit_s=60.0,
+        limit_s=90.0,
         environment={"PYTHONPATH": str(ROOT)},
     )
 

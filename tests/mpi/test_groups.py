@@ -52,7 +52,7 @@ def run(how: str, folder: Path) -> Ended:
     return run_job(
         forked([sys.executable, path, how]),
         ranks=4,
-        limit_s=60.0,
+        limit_s=90.0,
         environment={"PYTHONPATH": str(ROOT)},
     )
 

@@ -182,8 +182,8 @@ def test_a_job_tells_the_processes_of_its_ranks(tmp_path: Path) -> None:
     # In one piece: what is printed unbuffered may have another rank's words in between.
     says = "os.write(1, b'rank %d\\n' % int(os.environ['PMI_RANK']))"
     script = f"import os, time; {says}; time.sleep(600)"
-    with Job([sys.executable, "-c", script], ranks=3, limit_s=60, folder=tmp_path) as job:
-        assert all(job.wait_for(f"rank {rank}", timeout_s=30) for rank in range(3))
+    with Job([sys.executable, "-c", script], ranks=3, limit_s=90.0, folder=tmp_path) as job:
+        assert all(job.wait_for(f"rank {rank}", timeout_s=60) for rank in range(3))
         assert sorted(job.rank_pids()) == [0, 1, 2]
         job.signal_rank(1, signal.SIGKILL)
         ended = job.wait()

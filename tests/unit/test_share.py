@@ -44,7 +44,7 @@ def run(folder: Path, *ends: str) -> tuple[int, str]:
     (folder / "none.ini").write_text("[pytest]\n")
     repository = Path(__file__).resolve().parents[2]
     ended = subprocess.run(
-        command, cwd=repository, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=repository, capture_output=True, text=True, timeout=180, check=False
     )
     return ended.returncode, ended.stdout + ended.stderr
 

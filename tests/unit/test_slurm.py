@@ -44,7 +44,7 @@ def run(folder: Path, name: str, *arguments: str, **variables: str) -> list[str]
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     if ended.returncode != 75:
         raise AssertionError(ended.returncode, ended.stderr)

@@ -25,7 +25,7 @@ def run_bare(*arguments: str, then: str = "") -> str:
         cwd=Path(dearmpi.__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

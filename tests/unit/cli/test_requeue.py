@@ -134,7 +134,7 @@ def test_a_warning_reaches_the_command_as_sigusr1(slurm: Path, number: signal.Si
             assert time.monotonic() < deadline
             time.sleep(0.01)
         job.send_signal(number)
-        assert job.wait(timeout=60) == 75
+        assert job.wait(timeout=180) == 75
     assert requeued(slurm) == "requeue 17\n"
 
 
@@ -142,7 +142,7 @@ def test_the_time_limit_does_not_end_what_puts_the_job_back(slurm: Path) -> None
     """SLURM sends SIGTERM to every process of the batch step."""
     stand_in(slurm / "bin" / "squeue", f"kill -TERM $PPID $$; cat {slurm}/state")
     command = [sys.executable, "-m", "dearmpi.cli.main", "requeue", "sh", "-c", "exit 75"]
-    assert subprocess.run(command, timeout=60, check=False).returncode == 75
+    assert subprocess.run(command, timeout=180, check=False).returncode == 75
     assert requeued(slurm) == "requeue 17\n"
 
 

@@ -146,7 +146,7 @@ def test_a_job_that_is_asked_to_stop_is_not_started_again(
     with subprocess.Popen([sys.executable, "-m", "dearmpi.cli.main", "restart", *COMMAND]) as job:
         wait_for(folder / "ready")
         job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=60) == code
+        assert job.wait(timeout=180) == code
     assert len(starts(folder)) == 1
 
 
@@ -156,7 +156,7 @@ def test_a_stop_between_two_starts_leaves_the_next_to_the_queue(folder: Path) ->
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
         wait_for(folder / "probed")
         job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=60) == 75
+        assert job.wait(timeout=180) == 75
         assert job.stderr is not None and "a stop was asked for" in job.stderr.read()
     assert len(starts(folder)) == 1
 

@@ -116,7 +116,7 @@ def test_arguments_reach_the_run_word_by_word_and_nothing_else_is_run(
         cwd=tmp_path,
         env={"PATH": "/usr/bin:/bin"},
         check=True,
-        timeout=60,
+        timeout=180,
     )
     words = (tmp_path / "told").read_text().split("\0")[:-1]
     assert words[-len(NASTY) - 2 :] == [*NASTY, "--lr", "1"]
@@ -141,7 +141,7 @@ def test_a_command_of_ones_own_takes_the_place_of_the_run(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=True,
     )
     given = ended.stdout.split("\0")[:-1]

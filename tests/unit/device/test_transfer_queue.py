@@ -153,7 +153,7 @@ def test_what_waits_for_the_device_is_not_on_the_network_yet(
 
 
 def await_true(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while not ready():
         assert time.monotonic() < deadline
         time.sleep(0.001)

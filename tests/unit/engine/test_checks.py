@@ -19,8 +19,6 @@ from tests.fakes import FakeClock, FakeHub
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 
-PATIENCE_S = 20.0
-
 
 class Reader(nn.Module):
     """Computes with a parameter of another module, by a reference that nobody can watch."""
@@ -78,7 +76,7 @@ def test_a_module_that_reads_in_the_next_forward_what_has_not_come_is_named(
         clock.advance(math.inf)
         optimizer.close()
 
-    run_ranks(2, rank, hub=hub, timeout_s=PATIENCE_S)
+    run_ranks(2, rank, hub=hub)
 
 
 def test_backprop_goes_on_through_frozen_parameters_of_a_bucket_under_way() -> None:
@@ -105,7 +103,7 @@ def test_backprop_goes_on_through_frozen_parameters_of_a_bucket_under_way() -> N
         optimizer.step()
         optimizer.close()
 
-    run_ranks(2, rank, hub=hub, timeout_s=PATIENCE_S)
+    run_ranks(2, rank, hub=hub)
 
 
 def test_a_parameter_that_this_rank_did_not_use_may_not_be_read_early_either() -> None:
@@ -123,7 +121,7 @@ def test_a_parameter_that_this_rank_did_not_use_may_not_be_read_early_either() -
         clock.advance(math.inf)
         optimizer.close()
 
-    run_ranks(2, rank, hub=hub, timeout_s=PATIENCE_S)
+    run_ranks(2, rank, hub=hub)
 
 
 class Scaled(nn.Module):

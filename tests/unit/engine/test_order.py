@@ -194,7 +194,7 @@ def test_a_bucket_is_updated_and_gathered_during_backprop_if_the_caller_promises
     gathered = threading.Event()
 
     def moment(label: str) -> None:
-        if label == "B0" and not gathered.wait(10):
+        if label == "B0" and not gathered.wait(60):
             raise AssertionError("AG2 was not posted before backprop came to the first layer")
 
     def watch() -> None:

@@ -60,7 +60,7 @@ def browse(page: Path, picture: Path, *options: str, width: int, height: int) ->
     done = subprocess.run(
         [*common[:1], "--dump-dom", f"--screenshot={picture}", *common[1:]],
         capture_output=True,
-        timeout=100,
+        timeout=180,
     )
     lines = done.stderr.decode(errors="replace").splitlines()
     return done.stdout.decode(), "\n".join(line for line in lines if "CONSOLE" in line)

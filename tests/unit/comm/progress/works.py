@@ -11,7 +11,7 @@ from dearmpi.comm.progress.lane import Work
 from dearmpi.comm.progress.progress import Progress
 from dearmpi.config import ProgressMode
 
-LIMIT_S = 30.0  # far beyond what any of this takes; reached only by a deadlock
+LIMIT_S = 90.0  # far beyond what any of this takes; reached only by a deadlock
 MODES: list[ProgressMode] = ["thread", "poll"]
 
 

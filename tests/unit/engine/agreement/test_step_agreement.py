@@ -37,11 +37,11 @@ def test_a_roll_call_that_comes_late_does_not_speak_for_the_next_step() -> None:
         """Let all ranks post what they can, then let rank 0 hear what it may by now."""
         for _ in range(5):
             world.progress.poll()
-            together.wait(10)
+            together.wait(60)
         if world.is_root:
             clock.advance(seconds)
             world.progress.poll()
-        together.wait(10)
+        together.wait(60)
 
     def train(world: World | None) -> list[Any]:
         model = Detour()

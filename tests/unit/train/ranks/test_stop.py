@@ -129,5 +129,5 @@ raise SystemExit(EXIT_PREEMPTED)
 @pytest.mark.parametrize("install", ["", "faulthandler.register(signal.SIGUSR1)"])
 def test_a_late_signal_does_not_change_the_exit_code(install: str) -> None:
     program = LATE_SIGNAL.format(install=install)
-    result = subprocess.run([sys.executable, "-c", program], timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], timeout=180)
     assert result.returncode == EXIT_PREEMPTED == 75
