@@ -108,6 +108,19 @@ class Anchor:
         if self.outer.world.size == 1:
             self.outer.zero_grad()
 
+    def start_check(self, values: Mapping[str, Tensor]) -> None:
+        """Have the next ``wait`` raise NonFiniteLossError on all ranks, if ``values`` by name are
+        not finite on one of them (collective).
+        """
+        self._check.start(values)
+
+    @torch.no_grad()
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """Have ``values`` by name, the same on all ranks, be what is shared."""
+        shared = self.shared
+        for name, value in values.items():
+            shared[name].copy_(value)
+
     @torch.no_grad()
     def merge(self, names: tuple[str, ...], mix: float) -> None:
         """Wait for the exchange of ``names``; then what is trained is ``mix`` of itself, and the

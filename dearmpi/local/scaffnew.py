@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
+from dearmpi.engine.trace.spans import IterationTimes, Traffic
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.local.client_rounds import follow, mask_of, weighted_sum
 from dearmpi.local.local_optimizer import AVERAGING, LocalOptimizer
+from dearmpi.local.masked_exchange import MaskedExchange
 from dearmpi.local.sync_settings import compare_ranks
 from dearmpi.plan.data.rounds import Round, RoundRule
 
@@ -28,8 +30,10 @@ class Scaffnew(LocalOptimizer):
     ``cohort``, so many ranks take part in a round (TAMUNA), and others skip their steps.
 
     The acceleration is proven for strongly convex functions, not for networks. Noise of batches
-    remains, in proportion to ``lr``. Values travel dense in the engine's buckets: masks change what
-    is averaged and not the bytes. Ranks must take equal numbers of steps.
+    remains, in proportion to ``lr``. Ranks must take equal numbers of steps.
+
+    With ``sparsity`` below the cohort a rank sends only what its mask keeps; averages come whole.
+    On a device, with several dtypes, or by a ``config`` beyond bucket sizes, all values travel.
 
     world, rule: the ranks; the settings, with p and lr as they are used. controls: by parameter's
     name, this rank's control variates. num_rounds: rounds that are over.
@@ -76,6 +80,21 @@ class Scaffnew(LocalOptimizer):
             for name, value in self._anchor.shared.items()
         }
         self.num_rounds = self._steps_in_round = 0
+        values = list(self._anchor.shared.values())
+        self._masked: MaskedExchange | None = None
+        if rule.sparsity < rule.cohort and _is_plain(config, values):
+            numel = sum(value.numel() for value in values)
+            self._masked = MaskedExchange(numel, values[0].dtype, rule, world)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has waited for exchanges."""
+        return super().waited_s + (0.0 if self._masked is None else self._masked.waited_s)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes of an exchange."""
+        return super().traffic if self._masked is None else self._masked.traffic
 
     @property
     def round(self) -> Round:
@@ -96,6 +115,13 @@ class Scaffnew(LocalOptimizer):
             "steps_in_round": self._steps_in_round,
         }
 
+    def close(self) -> None:
+        """As the base class."""
+        was_closed = self._is_closed
+        super().close()
+        if self._masked is not None and not was_closed:
+            self._masked.close()
+
     @torch.no_grad()
     def _step_alone(self) -> None:
         lr = self.param_groups[0]["lr"]
@@ -115,30 +141,69 @@ class Scaffnew(LocalOptimizer):
     def _exchange(self) -> None:
         drawn = self.round
         if self._steps_in_round == drawn.num_steps:
-            self._average(drawn)
-            self._times = self.outer.times
+            if self._masked is None:
+                self._average(drawn)
+                self._times = self.outer.times
+            else:
+                self._average_masked(drawn, self._masked)
             self.num_rounds, self._steps_in_round = self.num_rounds + 1, 0
+
+    def _average_masked(self, drawn: Round, masked: MaskedExchange) -> None:
+        """As ``_average``, to which a rank sends only what its mask keeps."""
+        shared = self._anchor.shared
+        takes_part = self.world.rank in drawn.cohort
+        own = {
+            name: self._trained[name].detach().to(value.dtype)
+            for name, value in shared.items()
+            if takes_part
+        }
+        before_s = masked.waited_s
+        self._anchor.start_check(own)
+        flat = torch.cat([value.reshape(-1) for value in own.values()]) if own else None
+        mean = masked.mean(flat, drawn)
+        waited_s = masked.waited_s - before_s
+        self._times = IterationTimes(exposed_s=waited_s, communication_s=waited_s)
+        self._anchor.wait()
+        parts = mean.split([value.numel() for value in shared.values()])
+        self._anchor.take(
+            {
+                name: part.view(value.shape)
+                for (name, value), part in zip(shared.items(), parts, strict=True)
+            }
+        )
+        self._take_up(self._masks(drawn))
+
+    def _masks(self, drawn: Round) -> dict[str, Tensor]:
+        """By name, what this rank's values count for; empty if it takes no part."""
+        masks, first = {}, 0
+        if self.world.rank not in drawn.cohort:
+            return {}
+        column = drawn.cohort.index(self.world.rank)
+        sizes = {"sparsity": self.rule.sparsity, "cohort": self.rule.cohort}
+        for name, value in self._anchor.shared.items():
+            mask = mask_of(column, first, first + value.numel(), **sizes)
+            masks[name] = mask.view(value.shape).to(value.device)
+            first += value.numel()
+        return masks
 
     def _average(self, drawn: Round) -> None:
         """All ranks get the average; those of the cohort move their control variates at once."""
-        rule, shared = self.rule, self._anchor.shared
+        rule, shared, masks = self.rule, self._anchor.shared, self._masks(drawn)
         takes_part = self.world.rank in drawn.cohort
-        sent, masks, first = {}, {}, 0
+        sent = {}
         for name, value in shared.items():
-            last = first + value.numel()
-            if takes_part:
-                column = drawn.cohort.index(self.world.rank)
-                mask = mask_of(column, first, last, sparsity=rule.sparsity, cohort=rule.cohort)
-                masks[name] = mask.view(value.shape).to(value.device)
-            first = last
             parts = [(masks[name], self._trained[name].to(value.dtype))] if takes_part else []
             sent[name] = weighted_sum(parts, like=value, weight=self.world.size / rule.sparsity)
         self._anchor.start_exchange(tuple(shared), sent)
         self._anchor.wait()
+        self._take_up(masks)
+
+    def _take_up(self, masks: Mapping[str, Tensor]) -> None:
+        """Move control variates where ``masks`` are set; then go on from what is shared."""
         for name, value in self._anchor.shared.items():
-            if takes_part:
+            if name in masks:
                 own = self._trained[name].to(value.dtype)
-                follow(self.controls[name], value, own, masks[name], rule)
+                follow(self.controls[name], value, own, masks[name], self.rule)
             self._trained[name].copy_(value)
 
     def _own_tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -179,6 +244,14 @@ class Scaffnew(LocalOptimizer):
                 f"{self.world.size}: they begin at zero again",
                 stacklevel=5,
             )
+
+
+def _is_plain(config: EngineConfig | None, values: Sequence[Tensor]) -> bool:
+    """Whether values travel as they are, in host memory."""
+    on_host = all(value.device.type == "cpu" for value in values)
+    is_one_kind = len({value.dtype for value in values}) == 1
+    is_default = config is None or config == EngineConfig(bucket_cap_mb=config.bucket_cap_mb)
+    return on_host and is_one_kind and is_default
 
 
 def _make_rule(

@@ -34,6 +34,8 @@ def test_masks_share_the_work(size: int, cohort: int, data: st.DataObject) -> No
     first = data.draw(st.integers(0, size))
     part = mask_of(0, first, size, sparsity=sparsity, cohort=cohort)
     assert torch.equal(part, masks[0, first:])
+    most = -(-(size - first) * sparsity // cohort)  # of any stretch, so that messages are as long
+    assert int(masks[:, first:].sum(1).max()) <= most
 
 
 @cache

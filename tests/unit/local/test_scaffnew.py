@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dearmpi import Scaffnew
+from dearmpi import EngineConfig, Scaffnew
 from dearmpi.comm.world import World
+from dearmpi.engine.trace.spans import Traffic
 from dearmpi.errors import (
     CheckpointError,
     DearError,
@@ -22,6 +23,7 @@ from dearmpi.errors import (
 from dearmpi.local.client_rounds import ClientRounds
 from dearmpi.plan.data.rounds import RoundRule
 from tests.codes import raises
+from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 
 NUM_FEATURES = 7
@@ -86,10 +88,88 @@ def test_an_optimizer_computes_what_clients_do(
     run_ranks(size, train)
 
 
-def test_a_resumed_run_goes_on_bit_for_bit() -> None:
+class Layers(nn.Module):
+    """Parameters that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        for name, shape in {
+            "first": (37, 11),
+            "second": (5,),
+            "third": (),
+            "last": (1001,),
+        }.items():
+            value = torch.randn(shape, generator=generator, dtype=torch.float64)
+            self.register_parameter(name, nn.Parameter(value))
+
+
+@pytest.mark.parametrize(
+    ("size", "sparsity", "cohort"), [(3, 2, 3), (4, 2, 4), (4, 2, 3), (5, 3, 5), (5, 2, 4)]
+)
+def test_only_what_masks_keep_is_sent_and_the_averages_are_those_of_whole_values(
+    size: int, sparsity: int, cohort: int
+) -> None:
+    hub = FakeHub(size, name=lambda buffer: f" {buffer.numel() * buffer.element_size()}")
+
+    def train(world: World, config: EngineConfig | None) -> tuple[Layers, int]:
+        model = Layers()
+        optimizer = Scaffnew(
+            model.parameters(),
+            model,
+            lr=0.1,
+            p=0.5,
+            sparsity=sparsity,
+            cohort=cohort,
+            world=world,
+            config=config,
+        )
+        generator = torch.Generator().manual_seed(world.rank)
+        before = len(hub.records)
+        while optimizer.num_rounds < 12:
+            for param in model.parameters():
+                noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                param.grad = param.detach() - world.rank + noise
+            optimizer.step()
+        total = sum(param.numel() for param in model.parameters()) * 8
+        shard = -(-total // 8 // size) * 8
+        sent = [record for record in hub.records[before:] if record.rank == world.rank]
+        if config is None:
+            shares = [int(one.label[3:]) for one in sent if one.label.startswith("EX")]
+            most = -(-shard // 8 * sparsity // cohort) * 8
+            assert shares == [size * most] * 12 and most < shard
+            wholes = [int(one.label[3:]) for one in sent if one.label.startswith("AG")]
+            assert wholes == [size * shard] * 12
+            others = size - 1
+            assert optimizer.traffic == Traffic(others * most, others * shard, 2 * others * shard)
+            assert optimizer.waited_s > 0
+        else:
+            assert not any(one.label.startswith("EX") for one in sent)
+        reduced = optimizer.traffic.reduced
+        optimizer.close()
+        return model, reduced
+
+    def compare(world: World) -> Layers:
+        (masked, few), (whole, many) = (
+            train(world, config) for config in (None, EngineConfig(window=1))
+        )
+        assert few < many
+        for one, other in zip(masked.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+        return masked
+
+    first, *others = run_ranks(size, compare, hub=hub)
+    for other in others:
+        for one, same in zip(other.parameters(), first.parameters(), strict=True):
+            assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize(("size", "sparsity"), [(2, None), (3, 2)])
+def test_a_resumed_run_goes_on_bit_for_bit(size: int, sparsity: int | None) -> None:
     def build(world: World) -> tuple[Plane, Scaffnew]:
         model = Plane()
-        return model, Scaffnew(model.parameters(), model, lr=0.1, p=0.3, world=world)
+        settings: dict[str, Any] = {"lr": 0.1, "p": 0.3, "sparsity": sparsity}
+        return model, Scaffnew(model.parameters(), model, world=world, **settings)
 
     def train(world: World) -> None:
         (whole, first), (parted, second) = build(world), build(world)
@@ -111,7 +191,7 @@ def test_a_resumed_run_goes_on_bit_for_bit() -> None:
         first.close()
         second.close()
 
-    run_ranks(2, train)
+    run_ranks(size, train)
 
 
 def test_on_other_ranks_control_variates_begin_anew_and_find_the_optimum() -> None:
@@ -150,10 +230,13 @@ def test_on_other_ranks_control_variates_begin_anew_and_find_the_optimum() -> No
     assert float(controls.abs().max()) > 0.1
 
 
-def test_numbers_that_are_not_finite_are_found_at_the_exchange() -> None:
+@pytest.mark.parametrize("sparsity", [None, 2])
+def test_numbers_that_are_not_finite_are_found_at_the_exchange(sparsity: int | None) -> None:
     def train(world: World) -> None:
         model = Plane()
-        optimizer = Scaffnew(model.parameters(), model, lr=0.1, p=0.5, world=world)
+        optimizer = Scaffnew(
+            model.parameters(), model, lr=0.1, p=0.5, sparsity=sparsity, world=world
+        )
         if world.rank == 1:
             model.bias.data.fill_(float("inf"))
         with raises(NonFiniteLossError, "not-finite", "rank 1 on ", "bias"):
