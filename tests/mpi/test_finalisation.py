@@ -75,7 +75,7 @@ if "fails" in sys.argv:  # as an update of the last step, which nobody has waite
 
     failed, lane = threading.Semaphore(0), world.progress.open_lane("update", window=1)
     world.progress.submit(lane, Work("bucket 0", start, lambda: None))
-    assert failed.acquire(timeout=30.0)
+    assert failed.acquire(timeout=60.0)
 
 from mpi4py import MPI
 
@@ -84,7 +84,7 @@ if "looks on" in sys.argv:  # as while the script draws its pictures
     progress._WAKE_S, watchdog._TEND_S = 0.01, 0.0  # not before: it must not look meanwhile
     looked, tend = threading.Semaphore(0), world._watchdog.tend
     world._watchdog.tend = lambda: (tend(), looked.release())
-    assert all(looked.acquire(timeout=30.0) for _ in range(3))
+    assert all(looked.acquire(timeout=60.0) for _ in range(3))
 """
 
 EXIT = """
@@ -177,7 +177,7 @@ def test_a_process_outside_its_launchers_world_ends_though_mpi_does_not(tmp_path
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
         env=clean_environment() | {"SLURM_STEP_NUM_TASKS": "2", "PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
     )
@@ -203,7 +203,7 @@ def test_a_process_whose_launcher_is_not_there_ends_with_a_code_and_no_trace(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=100,
         env=clean_environment() | variables | {"PYTHONPATH": str(ROOT)},
         cwd=tmp_path,
     )

@@ -25,7 +25,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.texts = [""] * size
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=60)
 
 
 class Rank:
