@@ -142,7 +142,9 @@ def find_location(chosen: Mapping[str, Any], *, default_root: str) -> RunLocatio
     if name is not None and (begun := _find_begun(root, name, Path(resume))) is not None:
         return begun
     checkpoint = resolve(Path(resume))
-    notes = () if checkpoint == Path(resume) else _passed_over(survey(Path(resume)))
+    # Nothing is passed over where a checkpoint is named: itself, or by the file `best`.
+    is_named = checkpoint == Path(resume) or not is_folder(Path(resume), CheckpointError)
+    notes = () if is_named else _passed_over(survey(Path(resume)))
     if name is not None:
         return _new(
             RunLocation(root, name, checkpoint, notes=notes, begun_from=checkpoint.absolute())

@@ -102,6 +102,17 @@ def test_auto_does_not_begin_anew_where_no_checkpoint_can_be_read(tmp_path: Path
         find(tmp_path, name="a", resume="auto")
 
 
+@pytest.mark.parametrize("name", [{}, {"name": "b"}])
+def test_the_best_checkpoint_is_resumed_by_the_file_that_names_it(
+    tmp_path: Path, name: dict[str, str]
+) -> None:
+    run = make_run(tmp_path, "a", 3, 6)
+    (run / "best").write_text("checkpoints/step-00000003\n")
+    found = find(tmp_path, resume=str(run / "best"), **name)
+    assert found.checkpoint == run / "checkpoints" / "step-00000003"
+    assert (found.name, found.continued) == (name.get("name", "a"), not name) and not found.notes
+
+
 def test_a_misspelled_auto_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with raises(CheckpointError, "no-checkpoint", "'atuo'", "did you mean 'auto'?"):
