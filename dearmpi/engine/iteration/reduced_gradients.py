@@ -117,6 +117,8 @@ class ReducedGradients:
         (collective). Nothing where no rank has any that the step has not used.
         """
         has_begun = not self._state.iteration.stepped
+        if has_begun:
+            self._state.joining.refuse("no_sync() after a backward without step()")
         self._backprop.end()
         with self._state.world.named_call("the begin of no_sync() after a backward"):
             (some_begun,) = self._state.world.all_reduce([float(has_begun)], "max")
