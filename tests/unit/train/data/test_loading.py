@@ -248,13 +248,15 @@ def test_a_task_of_one_s_own_is_found_in_the_other_processes(
 
 RANK = """
 import os, signal
+from pathlib import Path
 from dearmpi.train.data.loading import WorkerLoader, BatchRequest
 from tests.unit.train.data.test_loading import Slow, task_over
 
 if __name__ == "__main__":
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    loading = WorkerLoader(task_over(Slow()), name="squares", num_workers=2)
+    slow = Slow(Path(__file__).parent / "workers")
+    loading = WorkerLoader(task_over(slow), name="squares", num_workers=2)
     coming = [BatchRequest((start,)) for start in range(12)]
     loading.expect(coming)
     for number, one in enumerate(coming):
@@ -267,19 +269,25 @@ if __name__ == "__main__":
 
 
 class Slow(Squares):
-    """Sample ``i`` is the process that loads it."""
+    """Sample ``i`` is the process that loads it, once two do; each leaves a file of its number."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __getitem__(self, index: int) -> Tensor:
+        (self.folder / str(os.getpid())).touch()
+        while len(list(self.folder.iterdir())) < 2:  # which begin when they come to it
+            time.sleep(0.01)
         time.sleep(0.2)
         return torch.tensor(os.getpid())
 
 
 def is_running(process: int) -> bool:
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends meanwhile
         return False
-    return "Z" not in Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    return "Z" not in stat.rpartition(")")[2].split()[0]
 
 
 def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
@@ -297,6 +305,7 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_they_live_as_long_as_their_rank_whatever_the_job_is_told(tmp_path: Path) -> None:
+    (tmp_path / "workers").mkdir()
     process = run_script(tmp_path, RANK)
     assert process.returncode == -signal.SIGKILL, process.stderr
     workers = {int(word) for word in process.stdout.split()}
