@@ -68,11 +68,12 @@ def connect(
     progress: ``thread`` (default) or ``poll``; below MPI_THREAD_MULTIPLE always ``poll``.
     stall_limits: how long a wait for other ranks may last; only the first call's count.
     comm: a communicator of mpi4py, of a site or a framework, whose ranks are the world; None: all
-    of the job. It is duplicated. Only the first call may give one.
+    of the job. All of its ranks give it, and it is duplicated. Only the first call may give one.
     From then on an uncaught exception ends the whole job, so that no rank waits for ever. Processes
     that this one starts leave MPI alone, also where they import ``mpi4py.MPI``.
     Raises LaunchError if the launcher announced more ranks than MPI sees, and in a process that a
-    rank has started; ConfigError if ``progress`` differs from that of the first call.
+    rank has started; ConfigError if ``progress`` differs from that of the first call, and for a
+    ``comm`` without this rank.
     """
     if progress is not None and not isinstance(progress, str):
         raise _refuse_group("progress", progress)
@@ -85,6 +86,9 @@ def connect(
             world = _connect(requested, stall_limits, comm)
         except LaunchError:
             _end_on_launch_error()
+            raise
+        except ConfigError:  # of ``comm``, on this rank perhaps alone
+            _end_job_on_config_error()
             raise
         _Process.world, _Process.progress = world, requested
         keep_from_mpi(os.environ)
@@ -136,7 +140,7 @@ def _connect(
     try:
         from dearmpi.comm.backends import mpi
 
-        with limit_start(stall_limits or StallLimits()):
+        with limit_start(stall_limits or StallLimits(), has_comm=comm is not None):
             collectives: Collectives = mpi.connect(comm)
     except (ImportError, RuntimeError) as error:
         announced = announced_size(os.environ)
@@ -294,6 +298,28 @@ def _end_on_launch_error() -> None:
             return
         report_alone(error, prefix="dearmpi: ")
         raise SystemExit(error.exit_code)
+
+    sys.excepthook = report
+
+
+def _end_job_on_config_error() -> None:
+    """From now on an uncaught ConfigError ends the job, whose other ranks wait for this one."""
+    from dearmpi.comm.backends import mpi
+
+    if not mpi.has_others():
+        return
+    previous, origin = sys.excepthook, mpi.origin_in_job()
+
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, ConfigError):
+            previous(kind, error, trace)
+            return
+        ignore_signals()
+        safe_output.write("\n".join(f"[{origin}] {line}" for line in _describe(error).split("\n")))
+        safe_output.wait_until_read()
+        mpi.end_job(error.exit_code)
 
     sys.excepthook = report
 

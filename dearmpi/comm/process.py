@@ -368,16 +368,31 @@ def _find_pmix_launcher(environment: Mapping[str, str]) -> tuple[str, str]:
     return "", ""
 
 
-def limit_start(limits: StallLimits) -> Deadline:
-    """The deadline for MPI's initialisation, which returns when every rank has called it."""
+def limit_start(limits: StallLimits, *, has_comm: bool = False) -> Deadline:
+    """The deadline for MPI's initialisation, which returns when every rank has called it.
+
+    has_comm: the script gave a communicator, which its ranks duplicate together.
+    """
     rank, size = announced_rank(os.environ), announced_size(os.environ)
+    if has_comm:
+        return Deadline(
+            limits,
+            origin=f"rank {rank} on {os.uname().nodename}",
+            what="all ranks of its comm to call dearmpi.connect(comm=...)",
+            advice=(
+                "another rank of it has given another communicator, or has not reached the call. "
+                "Give one and the same on all of its ranks, such as what one call of "
+                "MPI.COMM_WORLD.Split() returned"
+            ),
+        )
     return Deadline(
         limits,
         origin=f"rank {rank} on {os.uname().nodename}",
         what=f"all {size} ranks to start MPI" if size > 1 else "MPI to start",
         advice=(
-            "a rank that does not print this line has not reached dearmpi.connect(): it hangs or "
-            "was stopped before, or the network does not let its host reach the others"
+            "a rank that does not print this line has not reached dearmpi.connect(), or has given "
+            "it a comm: it hangs or was stopped before, or the network does not let its host reach "
+            "the others"
         ),
     )
 

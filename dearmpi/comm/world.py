@@ -6,6 +6,7 @@ A group is the world of some of them, which has the job's progress thread and wa
 from __future__ import annotations
 
 import math
+import operator
 import os
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import (
     Literal,
     NoReturn,
     SupportsFloat,
+    SupportsIndex,
     TypeVar,
     get_args,
     overload,
@@ -67,6 +69,7 @@ from dearmpi.guessed import COLLECTIVE, WORLD, answer_guess, answers_guesses
 Wrap = Callable[[Collectives], Collectives]
 Result = TypeVar("Result")
 ValueOp = ReduceOp | Literal["mean"]
+_BAD = "bad "  # before a color that is refused; no repr of a good one begins so
 _ABORT_PATIENCE_S = 1.0  # for the progress thread to come to an end
 
 
@@ -160,7 +163,7 @@ class World:
         """Whether there are other ranks, and a thread of its own completes communication."""
         return self.size > 1 and self.progress.mode == "thread"
 
-    def group(self, ranks: Iterable[int]) -> World | None:
+    def group(self, ranks: Iterable[SupportsIndex]) -> World | None:
         """The world of ``ranks``, in this order; None on other ranks (collective).
 
         Every rank of this world gives the same ``ranks``; ``split`` makes several groups at once.
@@ -168,24 +171,29 @@ class World:
         thread and stall limits, and ends with it.
         Raises ConfigError for ranks that there are not, or twice; MismatchError if they differ.
         """
-        chosen = _ranks_of(ranks, self.size)
-        with self.named_call(f"world.group({list(chosen)})"):
-            self._exchange("making of a group", meet)
-        return self._make_group(chosen)
+        given = tuple(map(_whole, ranks)) if isinstance(ranks, Iterable) else ranks
+        with self.named_call(f"world.group({_describe_ranks(given)})"):
+            self._exchange("making of a group", meet)  # first, so that all ranks raise alike
+        return self._make_group(_ranks_of(given, self.size))
 
-    def split(self, color: int | str | None) -> World | None:
+    def split(self, color: SupportsIndex | str | None) -> World | None:
         """The world of all ranks that give the same ``color``, by rank; None for None (collective).
 
         Two ranks each on four: ``world.split(world.rank // 2)``.
+        Raises ConfigError on every rank for a ``color`` of another type.
         """
-        if color is not None and not isinstance(color, (int, str)):
-            raise ConfigError(
-                f"color is {color!r}; give the same whole number, or text, on all ranks that are "
-                "to be one group, and None on ranks of none",
-                code="wrong-type",
-            )
+        color = _whole(color)
+        is_good = color is None or isinstance(color, (int, str))
         with self.named_call("world.split()"):
-            colors = self.all_gather_text(repr(color))
+            colors = self.all_gather_text(("" if is_good else _BAD) + repr(color))
+        for rank, one in enumerate(colors):
+            if one.startswith(_BAD):
+                raise ConfigError(
+                    f"color is {one.removeprefix(_BAD)} on rank {rank} of {self.size}; give the "
+                    "same whole number, or text, on all ranks that are to be one group, and None "
+                    "on ranks of none",
+                    code="wrong-type",
+                )
         return self._make_group(
             () if color is None else [r for r, one in enumerate(colors) if one == repr(color)]
         )
@@ -506,9 +514,29 @@ class World:
         self.progress.close()
 
 
-def _ranks_of(given: Iterable[int], size: int) -> tuple[int, ...]:
-    """``given``, checked. Raises ConfigError unless they are different ranks."""
-    ranks = tuple(given)
+def _whole(value: Any) -> Any:
+    """``value`` as an int, if it is a whole number of another library, such as numpy's."""
+    try:
+        return value if isinstance(value, (bool, str)) else operator.index(value)
+    except TypeError:
+        return value
+
+
+def _describe_ranks(given: object) -> str:
+    """The same text on all ranks that give the same."""
+    if not isinstance(given, tuple):
+        return f"of type {type(given).__name__}"
+    return str([rank if isinstance(rank, int) else str(rank) for rank in given])
+
+
+def _ranks_of(ranks: object, size: int) -> tuple[int, ...]:
+    """``ranks``, checked. Raises ConfigError unless they are different ranks."""
+    if not isinstance(ranks, tuple):
+        raise ConfigError(
+            f"the ranks of a group are of type {type(ranks).__name__}; give a list of ranks, such "
+            "as [0, 1]",
+            code="wrong-type",
+        )
     for rank in ranks:
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,31 +19,66 @@ from tests.job import Ended, run_job
 ROOT = Path(dearmpi.__file__).parents[1]
 
 SCRIPT = """
+import os
 import sys
 import dearmpi
 from dearmpi import StallLimits
 
 how = sys.argv[1]
 comm = None
-if how == "communicator":
+if how.startswith("comm"):
     from mpi4py import MPI
 
-    comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2)
-world = dearmpi.connect(stall_limits=StallLimits(5, 40), comm=comm)
-if how == "communicator":
+    job = MPI.COMM_WORLD
+    parts = job.Split(job.rank % 2)
+    if how == "comm of some":
+        comm = parts
+    elif how == "comm inter":
+        comm = parts.Create_intercomm(0, job, 1 - job.rank % 2, 5)
+    elif how == "comm freed":
+        comm = job.Dup()
+        if job.rank == 1:
+            comm.Free()
+    elif how == "comm differs":
+        comm = job if job.rank == 1 else parts
+    elif how == "comm on one":
+        comm = parts if job.rank == 1 else None
+short = how in ("comm differs", "comm on one")  # where nothing else can end the wait
+world = dearmpi.connect(stall_limits=StallLimits(1, 4) if short else StallLimits(5, 40), comm=comm)
+if how == "comm of some":
     told = " ".join([f"{world.rank} of", *world.all_gather_text(str(MPI.COMM_WORLD.rank))])
     told = MPI.COMM_WORLD.gather(told)  # lines of several ranks may mix
     if MPI.COMM_WORLD.rank == 0:
         print(*told, sep=chr(10), flush=True)
     sys.exit()
+if how.startswith("comm"):
+    sys.exit()  # ranks that have a world; the others wait
+if how == "made by some" and world.rank != 2:
+    world.group([0, 1])
+if how == "made of none":
+    world.group([0, 9] if world.rank == 1 else [0, 1])
+if how == "circle":
+    groups = [world.group([rank, (rank + 1) % 3]) for rank in range(3)]
+    if world.rank < 3:
+        groups[world.rank].barrier()
+    world.barrier()
 first, second = world.group([0, 1]), world.split(world.rank // 2)
 if how == "order" and world.rank < 2:
     for group in (first, second) if world.rank else (second, first):
         group.barrier()
-if how == "member" and world.rank == 1:
-    raise ValueError("a wrong turn")
-second.barrier()
-world.barrier()
+if how == "closed":
+    world.close()
+for step in range(10_000):
+    if world.rank == 1 and step == 20:
+        if how == "raises":
+            raise ValueError("a wrong turn")
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+        if how == "exits":
+            os._exit(5)
+        if how == "leaves":
+            sys.exit(3)
+    second.barrier()
 """
 
 
@@ -81,23 +117,51 @@ def test_models_train_on_the_rows_and_the_columns_of_a_grid(world: World) -> Non
         assert torch.equal(model.weight, expected)
 
 
-@pytest.mark.ranks(1)
-def test_groups_in_another_order_on_some_ranks_end_the_job(tmp_path: Path) -> None:
-    ended = run("order", tmp_path)
-    assert ended.returncode == 8
-    assert "ranks-out-of-step" in ended.output and "group 1 of ranks 0-1" in ended.output
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """How a job of four ranks goes wrong.
+
+    status: its exit code; None: one that the launcher makes of several. told: what it prints.
+    """
+
+    how: str
+    status: int | None
+    told: tuple[str, ...]
+
+
+WRONGS = [
+    Wrong("order", 8, ("ranks-out-of-step", "group 1 of ranks 0-1")),
+    Wrong("circle", 8, ("ranks-out-of-step", "3 ranks wait for each other", "in one order")),
+    Wrong("raises", 1, ("ValueError: a wrong turn",)),
+    Wrong("killed", 9, ()),
+    Wrong("exits", None, ()),
+    Wrong("leaves", 3, ("ranks-out-of-step", "rank 1 has ended with exit status 3")),
+    Wrong("closed", 1, ("world-closed", "before world.leave()")),
+    Wrong("made by some", 4, ("ranks-in-different-calls", "rank 2", "world.group([0, 1])")),
+    Wrong("made of none", 4, ("ranks-in-different-calls", "world.group([0, 9])")),
+    Wrong("comm inter", 2, ("wrong-type", "an inter-communicator", "Split()")),
+    Wrong("comm freed", 2, ("[rank 1 on", "wrong-type", "MPI.COMM_NULL", "Split()")),
+    Wrong("comm differs", None, ("all ranks of its comm", "Give one and the same")),
+    Wrong("comm on one", None, ("all 4 ranks to start MPI", "given it a comm")),
+]
 
 
 @pytest.mark.ranks(1)
-def test_a_member_that_fails_ends_the_whole_job(tmp_path: Path) -> None:
-    ended = run("member", tmp_path)
-    assert ended.returncode == 1
-    assert "ValueError: a wrong turn" in ended.output
+@pytest.mark.parametrize("wrong", WRONGS, ids=lambda wrong: wrong.how.replace(" ", "-"))
+def test_a_job_that_goes_wrong_ends_on_all_ranks_with_what_to_do(
+    wrong: Wrong, tmp_path: Path
+) -> None:
+    """Long before the limit of a wait, where the others wait for what can never come."""
+    ended = run(wrong.how, tmp_path)
+    assert ended.returncode not in (0, 124), ended.output
+    assert ended.returncode == (wrong.status or ended.returncode), ended.output
+    for text in wrong.told:
+        assert text in ended.output
 
 
 @pytest.mark.ranks(1)
 def test_a_communicator_of_ones_own_is_a_world(tmp_path: Path) -> None:
-    ended = run("communicator", tmp_path)
+    ended = run("comm of some", tmp_path)
     assert ended.returncode == 0, ended.output
     found = sorted(line for line in ended.output.splitlines() if " of " in line)
     assert found == ["0 of 0 2", "0 of 1 3", "1 of 0 2", "1 of 1 3"]

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import mpi4py
 
@@ -146,8 +146,7 @@ class MpiCollectives(AlgorithmCollectives):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_ABORT_S)
         skip_exit_handlers()
-        MPI.COMM_WORLD.Abort(code)
-        os._exit(code)  # MPICH returns in the second of two ranks that abort at once
+        end_job(code)
 
     def start_send(self, buffer: Buffer, destination: int, tag: int) -> Request:
         return MpiRequest(self._comm.Isend(_spec(buffer, moved=True), destination, tag), buffer)
@@ -191,6 +190,22 @@ class MpiCollectives(AlgorithmCollectives):
         return MpiRequest(self._comm.Iallgatherv(MPI.IN_PLACE, spec), buffer)
 
 
+def end_job(code: int) -> NoReturn:
+    """End all ranks that the launcher started, whatever communicator they use."""
+    MPI.COMM_WORLD.Abort(code)
+    os._exit(code)  # MPICH returns in the second of two ranks that abort at once
+
+
+def origin_in_job() -> str:
+    """This process, before there is a world: its rank and its host."""
+    return f"rank {MPI.COMM_WORLD.rank} on {MPI.Get_processor_name()}"
+
+
+def has_others() -> bool:
+    """Whether the launcher started other ranks beside this one."""
+    return bool(MPI.COMM_WORLD.size > 1)
+
+
 def connect(comm: object = None) -> MpiCollectives:
     """Initialise MPI, asking for MPI_THREAD_MULTIPLE, and duplicate ``comm`` of mpi4py, or its
     world communicator.
@@ -202,13 +217,22 @@ def connect(comm: object = None) -> MpiCollectives:
     given = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(given, MPI.Intracomm) or given == MPI.COMM_NULL:
         raise ConfigError(
-            f"comm is {given!r}; pass a communicator of mpi4py that this rank belongs to, such as "
-            "what MPI.COMM_WORLD.Split() returns",
+            f"comm is {_name_comm(given)}; pass a communicator of mpi4py that this rank belongs "
+            "to, such as what MPI.COMM_WORLD.Split() returns. A rank of none leaves connect() out",
             code="wrong-type",
         )
     comm = given.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
     return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), scheduler=SendScheduler())
+
+
+def _name_comm(given: object) -> str:
+    """What is given in place of a communicator of ranks."""
+    if not isinstance(given, MPI.Comm):
+        return f"of type {type(given).__name__}"
+    if given == MPI.COMM_NULL:
+        return "MPI.COMM_NULL, as where it was freed or has no place for this rank"
+    return "an inter-communicator, whose two groups are no one world"
 
 
 def initialize() -> None:

@@ -153,7 +153,8 @@ class Progress:
                 self.raise_failure()
                 if self._closing:
                     raise CommError(
-                        f"{self._origin} waited for {what} after its world was closed",
+                        f"{self._origin} waited for {what} after its world was closed; train, and "
+                        "call the world and its groups, before world.leave() or world.close()",
                         code="world-closed",
                     )
                 wait(ready, backoff)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -152,14 +153,36 @@ def test_calls_that_differ_within_a_group_are_told_with_the_group() -> None:
 @pytest.mark.parametrize(
     ("ranks", "code"),
     [([], "out-of-range"), ([0, 0], "out-of-range"), ([2], "out-of-range"), ([-1], "out-of-range")]
-    + [([0.5], "wrong-type"), ([True], "wrong-type")],
+    + [([0.5], "wrong-type"), ([True], "wrong-type"), (1, "wrong-type"), ("01", "wrong-type")],
 )
-def test_ranks_that_there_are_not_are_refused(ranks: list[Any], code: str) -> None:
+def test_ranks_that_there_are_not_are_refused(ranks: Any, code: str) -> None:
     def body(world: World) -> None:
         with raises(ConfigError, code):
             world.group(ranks)
+        world.barrier()
 
     run_ranks(2, body)
+
+
+def test_what_one_rank_alone_asks_wrongly_is_refused_on_all() -> None:
+    """And all go on."""
+
+    def body(world: World) -> str:
+        with raises(ConfigError, "wrong-type", "1.5 on rank 1 of 2"):
+            world.split(1.5 if world.rank else 1)  # type: ignore[arg-type]
+        with raises(MismatchError, "ranks-in-different-calls", "world.group([0, 9])"):
+            world.group([0, 9] if world.rank else [0, 1])
+        return world.all_gather_text("goes on")[0]
+
+    assert run_ranks(2, body) == ["goes on"] * 2
+
+
+def test_whole_numbers_of_numpy_are_ranks_and_colors() -> None:
+    def body(world: World) -> Any:
+        made = world.group(np.arange(2)), world.split(np.int64(world.rank // 2))
+        return [group and group.job_ranks for group in made]
+
+    assert run_ranks(3, body) == [[(0, 1), (0, 1)], [(0, 1), (0, 1)], [None, (2,)]]
 
 
 def test_a_group_ends_with_the_job() -> None:
