@@ -49,7 +49,7 @@ unknown-argument
     Use the argument or method that the message names instead.
 # comm
 mpi-not-loaded
-    A launcher started several ranks, but no MPI library can be loaded.
+    A launcher started several ranks, or `comm` was given, but no MPI library can be loaded.
     Install one with `pip install "dearmpi[mpich]"`, or load the site's MPI module.
 mpi-not-started
     The MPI library ended the process while it started, with a message of its own before.

@@ -71,9 +71,9 @@ def connect(
     of the job. All of its ranks give it, and it is duplicated. Only the first call may give one.
     From then on an uncaught exception ends the whole job, so that no rank waits for ever. Processes
     that this one starts leave MPI alone, also where they import ``mpi4py.MPI``.
-    Raises LaunchError if the launcher announced more ranks than MPI sees, and in a process that a
-    rank has started; ConfigError if ``progress`` differs from that of the first call, and for a
-    ``comm`` without this rank.
+    Raises LaunchError if the launcher announced more ranks than MPI sees, in a process that a rank
+    has started, and for a ``comm`` without MPI; ConfigError if ``progress`` differs from that of
+    the first call, and for a ``comm`` without this rank.
     """
     if progress is not None and not isinstance(progress, str):
         raise _refuse_group("progress", progress)
@@ -150,11 +150,18 @@ def _connect(
                 "with pip install 'dearmpi[mpich]', or load your site's MPI module",
                 code="mpi-not-loaded",
             ) from error
+        if comm is not None:  # whose ranks would train apart
+            raise LaunchError(
+                f"comm is given, but MPI cannot be loaded: {error}; install one with pip install "
+                "'dearmpi[mpich]', load your site's MPI module, or leave comm out to train in one "
+                "process",
+                code="mpi-not-loaded",
+            ) from error
         from dearmpi.comm.backends.alone import AloneCollectives
 
         return World(AloneCollectives(), progress="poll")
     try:
-        if comm is None:
+        if comm is None or not mpi.has_others():  # else a communicator may well have one rank
             check_launch(collectives.size, os.environ)
     except LaunchError as error:
         _limit_end_alone(error.exit_code)

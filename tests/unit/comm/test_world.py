@@ -239,6 +239,27 @@ def test_without_mpi_several_ranks_are_told_how_to_get_it(monkeypatch: pytest.Mo
         connect()
 
 
+@pytest.mark.usefixtures("_no_mpi")
+def test_without_mpi_a_communicator_is_not_ignored() -> None:
+    with raises(LaunchError, "mpi-not-loaded", "comm is given", "pip install 'dearmpi[mpich]'"):
+        connect(comm=object())
+    assert connect().size == 1
+
+
+@pytest.mark.parametrize(("num_launched", "is_refused"), [(1, True), (4, False)])
+def test_a_communicator_of_one_rank_is_of_a_job_that_mpi_sees(
+    num_launched: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_mpi(monkeypatch, AloneCollectives(), num_launched=num_launched)
+    monkeypatch.setattr(module, "_limit_end_alone", lambda _: None)
+    monkeypatch.setenv("PMI_SIZE", "4")
+    if is_refused:
+        with raises(LaunchError, "launcher-mismatch", 4):
+            module._connect("thread", None, object())
+    else:
+        module._connect("thread", None, object()).close()
+
+
 @pytest.mark.parametrize(("first", "other"), [("thread", "poll"), ("poll", "thread")])
 @pytest.mark.usefixtures("_no_mpi")
 def test_progress_is_chosen_once(first: ProgressMode, other: ProgressMode) -> None:
@@ -250,10 +271,15 @@ def test_progress_is_chosen_once(first: ProgressMode, other: ProgressMode) -> No
 
 
 def replace_mpi(
-    monkeypatch: pytest.MonkeyPatch, collectives: Collectives, *, serves_any_thread: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    collectives: Collectives,
+    *,
+    serves_any_thread: bool = True,
+    num_launched: int = 1,
 ) -> None:
     mpi = SimpleNamespace(
         connect=lambda comm: collectives,
+        has_others=lambda: num_launched > 1,
         supports_threads=lambda: serves_any_thread,
         serves_any_thread=lambda: serves_any_thread,
     )
