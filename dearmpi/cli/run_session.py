@@ -205,7 +205,13 @@ def _describe_length(job: Job) -> str:
 
 def _describe_rest(job: Job) -> str:
     if job.start_step < job.total_steps:
-        return ""
+        if not job.best.is_over:
+            return ""
+        num = job.best.num_worse
+        return (
+            f": nothing is left to train, since the run ended early, after {num} evaluations "
+            f"without a lower held-out loss; to go on, give --patience more than {num}"
+        )
     return (
         ": nothing is left to train; --epochs and --max-steps count from the run's beginning, so "
         f"give more than the {job.start_step} steps that it has"

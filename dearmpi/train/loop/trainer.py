@@ -239,7 +239,8 @@ class Trainer:
         with self._job.shared_parameters():
             found = self._job.evaluator.run(self._job.world, stop_requested=stop_requested)
         if found is not None:
-            self._job.best.note(self._step, found.loss)
+            if self._job.best.last_step != self._step:  # else it counts already
+                self._job.best.note(self._step, found.loss)
             self._fit.evaluation = found
             self._callbacks.call("on_evaluation_end")
         self._evaluation = found or self._evaluation
@@ -254,7 +255,9 @@ class Trainer:
         self._steps.saver.finish()
         if self._step > self._row_step:
             self._measure(evaluate=self._due.end and self._due.evaluation)
-        elif self._evaluation is None and self._due.evaluation and not self._stopping:
+            return
+        is_known = self._evaluation is not None or self._job.best.is_over  # by those that count
+        if self._due.evaluation and not is_known and not self._stopping:
             self._evaluate_again()
 
     def _evaluate_again(self) -> None:

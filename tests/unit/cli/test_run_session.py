@@ -195,6 +195,23 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_resume_goes_on(
     assert re.search(said, capsys.readouterr().out)
 
 
+def test_a_run_that_ended_early_is_left_as_it_is_until_its_patience_is_raised(
+    alone: World, task_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worse = {"eval_interval": 1, "patience": 2, "lr": 1e-30}  # which no evaluation shows
+    assert run(alone, task_file, name="a", **worse) == 0
+    said = "ended early, after 2 evaluations without a lower"
+    assert said in capsys.readouterr().out
+    kept = files(task_file.parent / "runs" / "a" / "checkpoints")
+    assert run(alone, task_file, name="a", resume="auto") == 0
+    output = capsys.readouterr().out
+    assert "resumed at step 3: nothing is left to train" in output and output.count(said) == 2
+    assert "--patience more than 2" in output
+    assert files(task_file.parent / "runs" / "a" / "checkpoints") == kept
+    assert run(alone, task_file, name="a", resume="auto", patience=9) == 0
+    assert "done at step 6 of 6" in capsys.readouterr().out
+
+
 def test_a_resumed_run_keeps_its_settings_unless_told_otherwise(
     alone: World, task_file: Path
 ) -> None:

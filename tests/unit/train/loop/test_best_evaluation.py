@@ -71,10 +71,26 @@ def test_a_resumed_run_ends_where_the_whole_one_does(
     assert stopped.stopped and stopped.step < whole.step
     resumed, _, best = run(alone, tmp_path / "a", patience=2)
     assert (resumed.step, resumed.stopped, best) == (6, False, expected)
-    again, notes, _ = run(alone, tmp_path / "a", patience=2)
-    assert (again.step, notes.steps) == (6, [])
+    again, notes, best = run(alone, tmp_path / "a", patience=2)
+    assert (again.step, again.stopped, notes.steps, notes.rows, best) == (
+        6,
+        False,
+        [],
+        [],
+        expected,
+    )
     longer, *_ = run(alone, tmp_path / "a", patience=9)
     assert longer.step == 8
+
+
+def test_an_evaluation_that_is_repeated_at_the_end_counts_once(
+    alone: World, tmp_path: Path
+) -> None:
+    _, _, best = run(alone, tmp_path, patience=5)
+    assert (best.num_worse, best.last_step) == (0, 8)
+    again, notes, best = run(alone, tmp_path, patience=5)
+    assert again.evaluation is not None and len(notes.rows) == 1
+    assert (best.num_worse, best.last_step) == (0, 8)
 
 
 def test_going_back_gives_up_a_later_best(alone: World, tmp_path: Path) -> None:
