@@ -457,8 +457,8 @@ no-run
     A folder does not hold a run.
     Name the folder of a run, such as `runs/NAME`.
 run-folder-in-use
-    Another job trains in the run folder, or did so until now.
-    Wait for its end and start again, or use another `--name`.
+    Another job or group trains in the run folder, or did so until now.
+    Wait for its end and start again, or use another `--name` or folder.
 run-folder-lost
     The run folder was removed, renamed or taken over while the job trained.
     Leave the folder to the other job, or start again.

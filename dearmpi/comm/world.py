@@ -159,6 +159,11 @@ class World:
         return self._parent is not None
 
     @property
+    def job(self) -> World:
+        """The world of all ranks of the job: this one, or that which it is a group of."""
+        return self if self._parent is None else self._parent.job
+
+    @property
     def has_progress_thread(self) -> bool:
         """Whether there are other ranks, and a thread of its own completes communication."""
         return self.size > 1 and self.progress.mode == "thread"

@@ -7,6 +7,7 @@ that no model has.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from dearmpi.errors import CheckpointError
 from dearmpi.local.local_optimizer import LocalOptimizer
 from dearmpi.train import checkpoint
 from dearmpi.train.checkpoint.snapshot import Snapshot
+from dearmpi.train.checkpoint.survey import go_back, list_checkpoints
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.ranks.random_state import restore_random_state, seed_all
 
@@ -38,13 +40,44 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
-def find_newest(world: World, run_folder: Path) -> Path | None:
-    """The checkpoint to resume from, as rank 0 finds it (collective)."""
-    found = ""
-    with together(world, root_only=True):
-        if world.is_root:
-            found = str(checkpoint.find_latest(run_folder) or "")
-    return Path(text) if (text := world.broadcast_text(found)) else None
+def find_newest(world: World, run_folder: Path, job: World | None = None) -> Path | None:
+    """The checkpoint to resume from, as rank 0 finds it (collective).
+
+    job: the ranks that take the same steps, if they are more than ``world``: it is the newest step
+    that each of their run folders holds, and what came after is given up. Raises CheckpointError
+    on all of them if there is none in some folders, or none of the same step.
+    """
+    job = world if job is None else job
+    found: list[str] = []
+    with together(job, root_only=job is world):
+        if world.is_root and (newest := checkpoint.find_latest(run_folder)) is not None:
+            found = [str(newest)]
+            if job is not world:  # the newest last
+                complete = list_checkpoints(run_folder / "checkpoints")[0]
+                found = [str(path) for path in sorted(complete) if path.name <= newest.name]
+    found = json.loads(world.broadcast_text(json.dumps(found)))
+    if job is world:
+        return Path(found[0]) if found else None
+    path = _newest_of_all(job, run_folder, [Path(one) for one in found])
+    with together(job):
+        if world.is_root and path is not None:
+            go_back(run_folder, path)
+    return path
+
+
+def _newest_of_all(job: World, run_folder: Path, found: Sequence[Path]) -> Path | None:
+    """The newest of ``found``, in order, whose step every rank of ``job`` has (collective)."""
+    report = json.dumps([str(run_folder), [path.name for path in found]])
+    of_all = dict(json.loads(text) for text in job.all_gather_text(report))
+    common = set.intersection(*(set(names) for names in of_all.values()))
+    if not common and any(of_all.values()):
+        steps = (f"{folder} has {', '.join(of) or 'none'}" for folder, of in of_all.items())
+        raise CheckpointError(
+            f"no checkpoint of the same step is in all run folders: {'; '.join(steps)}; copy what "
+            "is missing there, or start a new run in other folders",
+            code="no-checkpoint",
+        )
+    return next((path for path in reversed(found) if path.name in common), None)
 
 
 def load_together(world: World, path: Path) -> Snapshot:

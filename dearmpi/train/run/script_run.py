@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import warnings
@@ -16,6 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 from dearmpi.batch_shares import Shares
+from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ArgumentError, ConfigError, DataError, UsageError
 from dearmpi.local.local_optimizer import LocalOptimizer
@@ -83,6 +85,7 @@ class Run:
         trace: tuple[int, int] | None = None,
         tracker: str | Sequence[str] = "csv",
         save_every_s: float | None = None,
+        world: World | None = None,
     ) -> None:
         """folder: on a file system that all hosts share. model: holds the parameters of all
         optimizers; for two networks ``nn.ModuleDict``. optimizer: one, or several of other
@@ -94,6 +97,10 @@ class Run:
         tracker: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` or several, beside the CSV file.
         save_every_s: ``log`` also saves after so many seconds without a checkpoint, 900 being a
         good choice; it must then be the last call about a step, after ``scheduler.step()``.
+
+        world: the ranks that take the same steps; they stop, save and resume at the same one. By
+        default all ranks of the job, also where the optimizer's world is a group: each group then
+        has a Run and a folder of its own. A group that trains by itself gives its own world.
         Raises ConfigError for numbers that are out of range.
         """
         if min(log_interval, keep) < 1 or (trace is not None and not 1 <= trace[0] < trace[1]):
@@ -108,6 +115,7 @@ class Run:
         if self._local is not None and trace is not None:
             raise _refused_beside_local(f"trace is {trace}")
         self._world, self._states = self._optimizer.world, states
+        self._job = self._world.job if world is None else world
         self._log_interval, self._keep = log_interval, keep
         self._max_time_s, self._window = max_time_s, trace
         self._tracker_names = (tracker,) if isinstance(tracker, str) else tuple(tracker)
@@ -132,6 +140,8 @@ class Run:
         with ExitStack() as held:
             self._stop = held.enter_context(StopRequest())
             self._stop.limit(self._max_time_s)
+            if self._job is not self._world:
+                self._check_folders()
             with together(self._world, root_only=True):
                 if self._world.is_root:
                     check_trackers(self._tracker_names)
@@ -190,7 +200,7 @@ class Run:
         """
         if self._steps is not None:
             raise ConfigError("resume() must come before the first step", code="resume-unclear")
-        found = find_newest(self._world, self._path)
+        found = self._find_newest()
         if found is not None:
             snapshot = load_together(self._world, found)
             restore(snapshot, self._model, (self._optimizer, *self._others), self._states)
@@ -293,7 +303,7 @@ class Run:
 
     def _running(self) -> RunSteps:
         if self._steps is None:
-            if find_newest(self._world, self._path) is not None:
+            if self._find_newest() is not None:
                 raise ConfigError(
                     f"{self._path} holds a run; call resume() first, or use another folder",
                     code="run-folder-not-empty",
@@ -301,6 +311,24 @@ class Run:
             self._begin(0)
         assert self._steps is not None
         return self._steps
+
+    def _check_folders(self) -> None:
+        """Raise ConfigError, on all ranks, for a folder that two groups have."""
+        own = [self._world.job_ranks, str(self._path.resolve())]
+        with self._job.named_call("dearmpi.Run(), on all ranks of its world"):
+            told = self._job.all_gather_text(json.dumps(own))
+        groups: dict[str, list[int]] = {}
+        for ranks, folder in map(json.loads, told):
+            if groups.setdefault(folder, ranks) != ranks:
+                raise ConfigError(
+                    f"{folder} is the folder of ranks {groups[folder]} and of ranks {ranks}; give "
+                    "each group a folder of its own",
+                    code="run-folder-in-use",
+                )
+
+    def _find_newest(self) -> Path | None:
+        with self._job.named_call("dearmpi.Run.resume(), on all ranks of its world"):
+            return find_newest(self._world, self._path, self._job)
 
     def _begin(self, step: int) -> None:
         """``step`` steps are taken (collective)."""
@@ -331,6 +359,7 @@ class Run:
             saver,
             stop_requested=lambda: self._stop.is_due,
             cure="lower the learning rate, or clip the gradient",
+            job=self._job,
         )
         self._begin_step(self._steps)
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+from dearmpi.comm.world import World
 from dearmpi.errors import NonFiniteLossError
 from dearmpi.span import Track
 from dearmpi.train.metrics.metrics import MetricsRow
@@ -25,9 +26,11 @@ class RunSteps:
 
     step: optimizer steps taken. stopping: whether a rank requested a stop. skips_bad: a loss that
     is not finite is left out of the rows; else it is a NonFiniteLossError on all ranks, which
-    recommends ``cure``. own_s: what the last step took this rank, without waits. checkpoint_s: for
-    how long the last checkpoint stopped training on this rank. since_row_s, since_save_s: seconds
-    by rank 0's clock, as the last totals that were read show it: the same on all ranks.
+    recommends ``cure``. job: the ranks that take the same steps, if they are more than those that
+    share a model; stops, losses that are not finite and the clock are theirs. own_s: what the last
+    step took this rank, without waits. checkpoint_s: for how long the last checkpoint stopped
+    training on this rank. since_row_s, since_save_s: seconds by rank 0's clock, as the last totals
+    that were read show it: the same on all ranks.
     """
 
     def __init__(
@@ -38,12 +41,15 @@ class RunSteps:
         stop_requested: Callable[[], bool],
         skips_bad: bool = False,
         cure: str,
+        job: World | None = None,
     ) -> None:
         self._optimizer, self._world = state.optimizer, state.world
         self._state, self.saver, self._stop_requested = state, saver, stop_requested
         self._skips_bad, self._cure = skips_bad, cure
         self.step, self.stopping, self.meter = state.start_step, False, Meter()
-        self._totals = StepTotals(state.world)
+        self._job = state.world if job is None else job
+        # Of those that share a model, then of all that take the same steps.
+        self._totals = [StepTotals(one) for one in dict.fromkeys((state.world, self._job))]
         self._times = TimesExchange(state.world)
         self._losses: list[float] = []
         self._began_s = time.perf_counter()
@@ -78,15 +84,16 @@ class RunSteps:
         data_s: of the step, loading took so long. row_due: ``make_row`` comes before the next step.
         """
         self.step += 1
-        self._totals.post(
-            self.step,
-            loss=loss,
-            stop=self._stop_requested(),
-            num_saved=self.saver.num_done,
-            step_s=time.perf_counter() - self._begin_s,
-            clock_s=self.elapsed_s,
-        )
-        self._read_totals(pending=self._totals.delay)
+        for totals in self._totals:
+            totals.post(
+                self.step,
+                loss=loss,
+                stop=self._stop_requested(),
+                num_saved=self.saver.num_done,
+                step_s=time.perf_counter() - self._begin_s,
+                clock_s=self.elapsed_s,
+            )
+        self._read_totals(pending=self._totals[-1].delay)
         seconds = time.perf_counter() - self._begin_s
         times = [optimizer.times for optimizer in self._state.optimizers]
         waited_s = self._world.progress.waited_s - self._waited_s
@@ -113,14 +120,14 @@ class RunSteps:
 
     def _read_totals(self, *, pending: int) -> None:
         with self._optimizer.spans.span(Track.WAIT, "the totals of all ranks"):
-            totals = self._totals.read(pending=pending)
-        for total in totals:
-            self._clock_s = total.clock_s
-            self.stopping = self.stopping or total.num_stops > 0
+            read = [totals.read(pending=pending) for totals in self._totals]
+        for total, whole in zip(read[0], read[-1], strict=True):
+            self._clock_s = whole.clock_s
+            self.stopping = self.stopping or whole.num_stops > 0
             if not total.num_bad:
                 self._losses.append(total.loss)
-            elif not self._skips_bad:
-                raise NonFiniteLossError(self._explain_loss(total), code="not-finite")
+            if whole.num_bad and not self._skips_bad:
+                raise NonFiniteLossError(self._explain_loss(whole), code="not-finite")
             self.saver.advance(total.num_saved)
 
     def _explain_loss(self, total: StepTotal) -> str:
@@ -130,7 +137,7 @@ class RunSteps:
             kept = f"the last checkpoint is that of step {self.saver.saved_step}"
         return (
             f"the loss of step {total.step} is not finite on "
-            f"{total.describe_bad(self._world.hosts)}; {kept}: {self._cure}"
+            f"{total.describe_bad(self._job.hosts)}; {kept}: {self._cure}"
         )
 
     def make_row(
@@ -203,5 +210,6 @@ class RunSteps:
         for optimizer in self._state.optimizers:
             optimizer.synchronize()
         self.saver.close()
-        self._totals.close()
+        for totals in self._totals:
+            totals.close()
         self._times.close()
