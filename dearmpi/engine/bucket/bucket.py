@@ -420,8 +420,8 @@ class BucketRuntime:
             self._carried = None
         if self.owed is not None and not (self.counts_owed or self.travels_as_factors):
             own = self.owed
-            if self.parameters is None:  # what is owed is of the whole bucket
-                own = own[slice(*self.spec.shard_range(self._rank))]
+            if self.parameters is None:  # what is owed is of the whole bucket, with its padding
+                own = own[: self.spec.numel][slice(*self.spec.shard_range(self._rank))]
             shard[: len(own)].add_(own.to(shard), alpha=self.loss_scale)
             self.counts_owed = True
 

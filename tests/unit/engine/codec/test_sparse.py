@@ -551,7 +551,7 @@ def test_every_rank_takes_up_what_is_owed_where_gradients_are_gathered() -> None
     after=[None, {}, {"gather": "gradients"}, {"shards": "whole"}],
     compress=SPARSE,
     scale=[1.0, 64.0],
-    size=[2, 3],
+    size=[3, 2],
 )
 def test_clipping_bounds_what_is_owed_too(
     after: dict[str, Any] | None, compress: Compress, scale: float, size: int
