@@ -26,6 +26,12 @@ from dearmpi.errors import ReplicaMismatchError, UsageError
 STEP, CLIP, GATHER, SEND = 0.0, 1.0, 2.0, 3.0
 """What ranks that still train do next: step; clip, to a norm of a type; gather whole gradients;
 send those that they have changed, with a checksum of the changes."""
+_ACTIONS = {
+    STEP: "step",
+    CLIP: "clip",
+    GATHER: "read param.grad",
+    SEND: "send gradients that it has changed",
+}
 Action = tuple[float, float, float]
 _thread = threading.local()  # whether it is inside a join()
 
@@ -93,7 +99,15 @@ class Joining:
     def announce_next(self, kind: float, first: float = 0.0, second: float = 0.0) -> None:
         """What this rank, which still trains, is about to do (collective)."""
         if self.is_open:
-            self._reduce("next action", _numbers_of(kind, first, second), "max")
+            assert self._channel is not None, "a rank alone says nothing"
+            numbers = _numbers_of(kind, -kind, first, second)
+            self._reduce("next action", numbers, "max")
+
+            def check(_: Collectives) -> Request:
+                _check_next(numbers)
+                return Completed()
+
+            self._channel.submit("comparison of next actions", check)
 
     def announce_clip(self, max_norm: float, norm_type: float) -> None:
         """This rank, which still trains, is about to clip (collective)."""
@@ -101,9 +115,10 @@ class Joining:
 
     def find_next(self) -> Action:
         """What those that still train are about to do (collective)."""
-        numbers = self._reduce("next action", _numbers_of(*[-math.inf] * 3), "max")
+        numbers = self._reduce("next action", _numbers_of(*[-math.inf] * 4), "max")
         self.wait()
-        kind, first, second = numbers.tolist()
+        _check_next(numbers)
+        kind, _, first, second = numbers.tolist()
         return kind, first, second
 
     def broadcast_changed(self, gradients: Tensor) -> None:
@@ -170,6 +185,21 @@ def describe_numbers(options: Options) -> str:
         f"{', '.join(str(key) for key, _ in _numbers(group))} in group {number}"
         for number, group in enumerate(options)
     )
+
+
+def _check_next(numbers: Tensor) -> None:
+    """Raise ReplicaMismatchError unless all ranks that still train do the same next.
+
+    numbers: the largest kind of action, the largest of its negative, and what belongs to it.
+    """
+    most, of_negatives = numbers[:2].tolist()
+    if most != -of_negatives:
+        raise ReplicaMismatchError(
+            f"inside join() one rank is about to {_ACTIONS[-of_negatives]}, while another is about "
+            f"to {_ACTIONS[most]}; read, change and clip gradients on every rank that has a "
+            "batch, or on none",
+            code="ranks-change-gradients-differently",
+        )
 
 
 def _numbers_of(*values: float) -> Tensor:

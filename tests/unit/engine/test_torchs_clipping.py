@@ -291,6 +291,28 @@ def test_ranks_without_batches_take_over_what_others_change_of_gradients() -> No
     assert len(norms) == 3 and min(norms) > 0.01
 
 
+def test_what_one_rank_alone_does_to_gradients_inside_join_is_named() -> None:
+    """The ranks that still train do something else next, or step."""
+
+    def rank(world: World) -> None:
+        model = build()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = wrap(inner, model, world, gather="gradients")
+        optimizer.keep_gradients()
+        with optimizer.join():
+            for _ in range(world.rank):  # rank 0 has no batch
+                loss(model, world).backward()
+                if world.rank == 2:
+                    first = next(model.parameters())
+                    assert first.grad is not None
+                    first.grad.sum()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with raises(ReplicaMismatchError, "ranks-change-gradients-differently", "to read param.grad"):
+        run_ranks(3, rank)
+
+
 def refuse_what_is_used_up(optimizer: Any, model: Any, world: World) -> None:
     loss(model, world).backward()
     grads = grads_of(model)
