@@ -225,8 +225,8 @@ class Run:
         batch_size: samples of a step over all ranks. Each epoch has a new order, drawn from
         ``seed``; what is left at its end is passed over. shares: a number above 0 for each rank,
         or ``auto``, by what ranks compute in a step; ``log`` moves these, and checkpoints keep
-        them. Loaders then need the same ``num_workers`` on all ranks. Where ranks have unequal
-        parts, multiply a rank's mean loss by ``sampler.weight(len(part))``.
+        them; groups cannot. Loaders then need the same ``num_workers`` on all ranks. Where ranks
+        have unequal parts, multiply a rank's mean loss by ``sampler.weight(len(part))``.
 
         Raises ConfigError or DataError for too few samples, or shares that leave a rank none.
         """
@@ -238,6 +238,13 @@ class Run:
         if self._local is not None and shares != "even":
             raise _refused_beside_local(f"shares is {shares!r}")
         world = self._world
+        if shares == "auto" and world.size != self._job.size:
+            raise ConfigError(
+                f"shares is 'auto', but the optimizer's group has {world.size} of {self._job.size} "
+                "ranks: each group would move its shares by itself, and ranks that work on the "
+                "same samples would get others; give a number for each rank of the group",
+                code="settings-contradict",
+            )
         world.batch_share(batch_size, shares)  # the same on all ranks, and possible
         for warning in warn_of_batch_norm(shares, world, self._model, even="shares='even'"):
             warnings.warn(warning, stacklevel=2)

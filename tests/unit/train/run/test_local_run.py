@@ -204,3 +204,17 @@ def test_what_local_steps_lack_is_refused(alone: World, tmp_path: Path) -> None:
         raises(ConfigError, "settings-contradict", "shares", "LocalOptimizer"),
     ):
         run.sampler(40, batch_size=4, num_steps=5, shares="auto")
+
+
+def test_groups_of_a_job_do_not_move_their_shares(tmp_path: Path) -> None:
+    def rank(world: World) -> None:
+        group = world.split(world.rank // 2)
+        assert group is not None
+        optimizer = averaged(model := nn.Linear(6, 1), group)
+        with Run(tmp_path / str(world.rank // 2), model, optimizer) as run:
+            with raises(ConfigError, "settings-contradict", "shares", "2 of 4 ranks"):
+                run.sampler(40, batch_size=4, num_steps=5, shares="auto")
+            run.sampler(40, batch_size=4, num_steps=5, shares=(3, 1))
+        optimizer.close()
+
+    run_ranks(4, rank)
