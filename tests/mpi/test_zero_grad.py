@@ -39,6 +39,20 @@ def both(
     return (plain, torch.optim.AdamW(plain.parameters(), lr=0.1)), (model, other)
 
 
+def take_two_steps(model: Branches, optimizer: torch.optim.Optimizer, data: Tensor) -> None:
+    """Without the odd layer."""
+    for _ in range(2):
+        model(data, odd=False).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def assert_equal(model: Branches, plain: Branches) -> None:
+    expected = plain.state_dict()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+
+
 @pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -52,9 +66,7 @@ def test_a_parameter_out_of_use_is_left_alone_or_updated_with_zero_as_torch_does
             optimizer.zero_grad(set_to_none=set_to_none)
             trained(data * step, odd=step % 3 == 1).square().sum().backward()
             optimizer.step()
-    expected = plain.state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+    assert_equal(model, plain)
     other.close()
 
 
@@ -70,9 +82,7 @@ def test_a_gradient_of_zero_stays_one_where_buckets_change(world: World, gather:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         other.fuse(1.0 if step % 2 else 1e-5)
-    expected = plain.state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+    assert_equal(model, plain)
     other.close()
 
 
@@ -110,13 +120,8 @@ def test_a_gradient_of_zero_that_the_script_sets_to_none_is_none_again(
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
         clear(trained)
-        for _ in range(2):
-            trained(data, odd=False).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    expected = plain.state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+        take_two_steps(trained, optimizer, data)
+    assert_equal(model, plain)
     other.close()
 
 
@@ -138,13 +143,8 @@ def test_a_gradient_that_no_step_has_used_is_zeroed_as_well(
         shown = trained.odd.weight.grad
         assert shown is None or not shown.any()
         assert (shown is not None) or (trained is model and not keeps)
-        for _ in range(2):
-            trained(data, odd=False).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    expected = plain.state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=0)
+        take_two_steps(trained, optimizer, data)
+    assert_equal(model, plain)
     other.close()
 
 
