@@ -86,15 +86,14 @@ def wrap(model: nn.Module, world: World, **settings: Any) -> DistributedOptimize
 
 @turns_of(codec=CODECS, size=[3, 2, 4])
 def test_replicas_are_equal_to_the_bit_after_50_steps(codec: dict[str, Any], size: int) -> None:
-    # Without feedback a tenth of each gradient is all that 50 steps see.
-    learnt = 1.0 if codec.get("error_feedback") == "none" else 0.9
-
     def rank(world: World) -> dict[str, Tensor]:
         model = make_wide_model()
         optimizer = wrap(model, world, bucket_cap_mb=0.004, **codec)
         losses = regress(model, optimizer, world, steps=50)
         optimizer.close()
-        assert sum(losses[-5:]) < learnt * sum(losses[:5])
+        # Of all ranks, whose few samples differ more than some codecs learn in 50 steps.
+        first, last = world.all_reduce([sum(losses[:5]), sum(losses[-5:])], "sum")
+        assert last < 0.9 * first
         return copies(model)
 
     first, *others = run_ranks(size, rank)
