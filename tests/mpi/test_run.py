@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks(1)  # each test starts ranks of its own
 NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch is too old")
 ROOT = Path(dearmpi.__file__).parents[1]
 LIMIT_S = 90.0  # below the limit of a test, so that a job that hangs is shown
-END_S = 30.0  # how long a job may go on after one of its ranks has failed, on a busy machine
+END_S = 10.0  # how long a job may go on after one of its ranks has failed
 
 TASK = """
 import os
