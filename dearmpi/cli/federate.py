@@ -117,7 +117,7 @@ def federate(json_path: Path | None, picture_path: Path | None, **given: Any) ->
 
     The results are the same on any number of ranks. Numbers sent are what clients would send
     over a network of their own, in the mean; the ranks themselves exchange whole vectors.
-    An algorithm that makes no progress any more is stopped.
+    An algorithm is stopped where --max-rounds would not bring it to the target.
     """
 
     def measure(world: World, console: Console) -> int:

@@ -16,7 +16,7 @@ from dearmpi.plan.data.rounds import AveragingRule, RoundRule
 
 Algorithm = Literal["gd", "fedavg", "scaffnew", "compressed-scaffnew", "tamuna"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-_LEAST_ROUNDS, _LEAST_GAIN = 400, 0.9  # before it counts as stalled; of the best so far
+_LEAST_ROUNDS, _MOST_SPEED_UP = 400, 4.0  # before an algorithm is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def run_algorithm(
     slopes_of: Callable[[Sequence[int]], Slopes],
     world: World,
 ) -> Trajectory:
-    """Rounds from ``start`` until the target, the limit, or no progress (collective).
+    """Rounds from ``start`` until the target, or the limit if it is in reach (collective).
 
     smoothness: L and mu of the clients' functions. slopes_of: as in ``ClientRounds``.
     """
@@ -143,13 +143,20 @@ def run_algorithm(
             )
         )
         best.append(min(distance, best[-1]) if best else distance)
-        if trajectory.has_arrived or _has_stalled(best):
+        if trajectory.has_arrived or _is_hopeless(best, settings):
             break
     clients.close()
     return trajectory
 
 
-def _has_stalled(best: Sequence[float]) -> bool:
-    """Whether the second half of the rounds has brought next to nothing."""
-    enough = len(best) >= _LEAST_ROUNDS
-    return enough and best[-1] > _LEAST_GAIN * best[len(best) // 2]
+def _is_hopeless(best: Sequence[float], settings: FederationSettings) -> bool:
+    """Whether the target is out of reach, even if rounds to come gain several times as much as
+    those of the second half; best: the least squared distance after each round.
+    """
+    if len(best) < _LEAST_ROUNDS:
+        return False
+    half = len(best) // 2
+    gain = (math.log(best[half]) - math.log(best[-1])) / (len(best) - 1 - half)
+    missing = math.log(best[-1]) - math.log(settings.target)
+    rounds_left = settings.max_rounds - len(best)
+    return not _MOST_SPEED_UP * gain * rounds_left >= missing  # infinite distances are hopeless

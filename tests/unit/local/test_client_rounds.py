@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from itertools import islice, permutations
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.local.client_rounds import ClientRounds, control_sum, mask_of
-from dearmpi.plan.data.rounds import RoundRule
+from dearmpi.plan.data.rounds import Round, RoundRule
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
@@ -158,6 +159,56 @@ def test_control_variates_that_follow_late_lead_elsewhere() -> None:
     found, _, _ = run_ranks(1, lambda world: solve(world, rule, 60))[0]
     near = float((found - optimum()).square().sum())
     assert near == pytest.approx(simulate(rule, 60, late=False), rel=1e-9)
+
+
+class OneOfAll(RoundRule):
+    """A round of one step, by a cohort of its own: all orders of all cohorts take turns."""
+
+    __slots__ = ()
+
+    def draw(self, number: int) -> Round:
+        cohorts = permutations(range(self.num_clients), self.cohort)
+        return Round(next(islice(cohorts, number, None)), 1)
+
+
+@pytest.mark.parametrize(("sparsity", "cohort"), [(5, 5), (2, 5), (3, 4), (2, 2)])
+def test_a_step_contracts_by_what_the_theory_promises(sparsity: int, cohort: int) -> None:
+    """The paper's Lyapunov function at condition 1000, in the mean over all cohorts and over
+    whether the step is its round's last: for errors of control variates the bound is an equality.
+    """
+    num_clients, size, convexity = 5, 2 * cohort, 1e-3
+    found = RoundRule.of_smoothness(
+        1.0, convexity, num_clients=num_clients, sparsity=sparsity, cohort=cohort
+    )
+    rule = OneOfAll(num_clients, found.lr, found.p, sparsity, cohort)
+    generator = torch.Generator().manual_seed(sparsity)
+    errors = torch.randn(num_clients, size, generator=generator, dtype=torch.float64)
+    errors -= errors.mean(0)  # control variates add up to zero
+    start = torch.zeros(size, dtype=torch.float64)  # the optimum, and theirs is zero
+    others = (sparsity - 1) / (num_clients - 1)
+    kept = 1 - (rule.p * others) ** 2 * num_clients / sparsity
+    weight = rule.lr / (1 - kept)
+    number_of_cohorts = math.perm(num_clients, cohort)
+
+    def step(world: World) -> float:
+        total = 0.0
+        for number in range(number_of_cohorts):
+            clients = ClientRounds(start, rule, world=world)
+            clients.num_rounds = number
+            for client, error in enumerate(errors):
+                clients.controls[client].copy_(error)
+            clients.run(lambda client, point: convexity * point)
+            total += num_clients / rule.lr * float(clients.shared.square().sum())
+            for control in clients.controls.values():
+                total += weight * float(control.square().sum())
+            clients.close()
+        return total / number_of_cohorts
+
+    (last,) = run_ranks(1, step, progress="poll")
+    before = weight * float(errors.square().sum())
+    silent = before + rule.lr * float(errors.square().sum())
+    after = rule.p * last + (1 - rule.p) * silent
+    assert (before - after) / before == pytest.approx(1 - kept, rel=1e-9)
 
 
 @pytest.mark.parametrize(

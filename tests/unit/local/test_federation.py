@@ -124,10 +124,18 @@ def test_the_exact_optimum_is_found_and_control_variates_cancel(
 
 
 @pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("condition", [CONDITION, 1000.0])
 @pytest.mark.parametrize(("sparsity", "cohort"), [(12, 12), (2, 12), (2, 4), (3, 4)])
-def test_ten_seeds_contract_as_the_theory_promises(name: str, sparsity: int, cohort: int) -> None:
-    """Played by one process, with the rule's own draws: the exchange is compared elsewhere."""
-    problem, optimum = problem_of(name), optimum_of(name)
+def test_ten_seeds_contract_as_the_theory_promises(
+    name: str, condition: float, sparsity: int, cohort: int
+) -> None:
+    """Played by one process, with the rule's own draws: the exchange is compared elsewhere.
+
+    A mean of logarithms is below the logarithm of the mean, for which `test_client_rounds.py` has
+    an equality.
+    """
+    problem, optimum = problem_of(name, condition=condition), optimum_of(name, condition=condition)
+    rounds = 40 if condition == CONDITION else 12  # of more steps each
     logs, steps = 0.0, 0
     for seed in range(10):
         rule = RoundRule.of_smoothness(
@@ -138,12 +146,12 @@ def test_ten_seeds_contract_as_the_theory_promises(name: str, sparsity: int, coh
             cohort=cohort,
             seed=seed,
         )
-        found, taken = play(problem, rule, 40)
+        found, taken = play(problem, rule, rounds)
         logs += math.log(float((found - optimum).square().sum() / optimum.square().sum()))
         steps += taken
     kept = 1 - rule.p**2 * (sparsity - 1) / (NUM_CLIENTS - 1)
-    tau = max((1 - rule.lr * problem.convexity) ** 2, kept)
-    assert math.exp(logs / steps) <= tau + 0.005
+    promised = -math.log(max((1 - rule.lr * problem.convexity) ** 2, kept))
+    assert -logs / steps >= promised
 
 
 def play(problem: LogisticProblem, rule: RoundRule, rounds: int) -> tuple[Tensor, int]:
@@ -184,6 +192,32 @@ def test_averages_stall_where_gradient_descent_and_control_variates_arrive() -> 
         point = point - rule.lr * problem.mean_slope(point)
         expected = float((point - optimum_of("breast-cancer")).square().sum())
         assert end.squared_distance == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("convexity", "target", "arrives"), [(1e-4, 0.6, True), (1e-5, 1e-8, False)]
+)
+def test_slow_progress_goes_on_where_the_limit_is_far_enough(
+    convexity: float, target: float, arrives: bool
+) -> None:
+    """Gradient descent that gains 8 % in 200 rounds, and one that is too slow by far."""
+
+    def descend(world: World) -> Trajectory:
+        return run_algorithm(
+            "gd",
+            FederationSettings(2, target=target),
+            start=torch.ones(1, dtype=torch.float64),
+            optimum=torch.zeros(1, dtype=torch.float64),
+            smoothness=(1.0, convexity),
+            slopes_of=lambda clients: lambda points: convexity * points,
+            world=world,
+        )
+
+    (found,) = run_ranks(1, descend, progress="poll")
+    contraction = (1 - found.rule.lr * convexity) ** 2
+    assert found.has_arrived == arrives
+    expected = math.ceil(math.log(target) / math.log(contraction)) if arrives else 400
+    assert found.ends[-1].rounds == expected
 
 
 @pytest.mark.slow
