@@ -7,9 +7,8 @@ do, the outer optimizer's state is sharded, and codecs apply.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -74,12 +73,6 @@ class Anchor:
         buckets = [bucket for bucket in self.outer.layout if bucket.trained]
         runs = deal_runs([bucket.nbytes for bucket in buckets], number)
         return tuple(tuple(name for index in run for name in buckets[index].names) for run in runs)
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Take over what was trained, which must be the same on all ranks."""
-        for name, value in self.shared.items():
-            value.copy_(self._trained[name])
 
     @torch.no_grad()
     def start_exchange(
@@ -171,12 +164,6 @@ class Anchor:
         self._exchanged = names
 
 
-@dataclass(slots=True)
-class _Report:
-    buffer: HostBuffer
-    arrived: bool = False
-
-
 class FiniteCheck:
     """Travels beside an exchange, so that nothing waits for it but what waits for the exchange.
 
@@ -186,7 +173,7 @@ class FiniteCheck:
     def __init__(self, world: World, names: Sequence[str]) -> None:
         self._world, self._names = world, tuple(names)
         self._channel = world.open_channel("finite check", window=1)
-        self._report: _Report | None = None
+        self._report: tuple[HostBuffer, Callable[[], None]] | None = None  # and how to wait for it
 
     def start(self, changes: Mapping[str, Tensor]) -> None:
         """Send whether this rank's ``changes``, by parameter, are finite (collective)."""
@@ -195,25 +182,20 @@ class FiniteCheck:
             if not is_finite:
                 own = float(self._world.rank * len(self._names) + self._names.index(name))
                 break
-        report = self._report = _Report(HostBuffer(np.array([own])))
-
-        def finish() -> None:
-            report.arrived = True
-
-        self._channel.submit(
-            "the finite check", lambda c: c.start_all_reduce(report.buffer, "min"), finish
-        )
+        report = HostBuffer(np.array([own]))
+        wait = self._channel.begin("the finite check", lambda c: c.start_all_reduce(report, "min"))
+        self._report = report, wait
 
     def read(self) -> None:
         """Raise NonFiniteLossError, on all ranks alike, if one of them had NaN or infinity.
 
         It waits for the check that was started last. Once read, the check is over.
         """
-        report, self._report = self._report, None
-        if report is None:
+        if self._report is None:
             return
-        self._world.progress.wait_until(lambda: report.arrived, what="the finite check")
-        (found,) = report.buffer.array.tolist()
+        (report, wait), self._report = self._report, None
+        wait()
+        (found,) = report.array.tolist()
         if found < _NONE:
             rank, index = divmod(int(found), len(self._names))
             raise NonFiniteLossError(

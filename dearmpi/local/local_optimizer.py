@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NoReturn, Self, get_args
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dearmpi.comm.lifecycle import choose_world
+from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import Compress, EngineConfig, check_choice
 from dearmpi.engine.iteration.compilation import untraced
@@ -22,7 +23,6 @@ from dearmpi.engine.trace.spans import IterationTimes
 from dearmpi.errors import ConfigError, UsageError
 from dearmpi.guessed import LOCAL_SETTINGS, answers_guesses
 from dearmpi.local.anchor import Anchor
-from dearmpi.local.inner_state import InnerState, StateAverage
 from dearmpi.local.local_saving import LocalSaving, Merge
 from dearmpi.local.sync_settings import (
     check_mix,
@@ -34,6 +34,8 @@ from dearmpi.local.sync_settings import (
     with_buckets,
 )
 from dearmpi.plan.data.local_schedule import LocalSchedule
+
+InnerState = Literal["keep", "average"]
 
 AVERAGING: Mapping[str, Any] = MappingProxyType(
     {
@@ -127,7 +129,9 @@ class LocalOptimizer(LocalSaving):
         except BaseException:
             self._anchor.close()
             raise
-        self._state_average = StateAverage(self.world) if state == "average" else None
+        self._averaging: Channel | None = None
+        if state == "average":
+            self._averaging = self.world.open_channel("inner state", window=1)
         self._controller, self.spans = self.outer._controller, self.outer.spans
         self._times = IterationTimes()
         self.compress, self.sync_after = config.compress, sync_after
@@ -260,8 +264,8 @@ class LocalOptimizer(LocalSaving):
                 self._merge()
         finally:
             self._anchor.close()
-            if self._state_average is not None:
-                self._state_average.close()
+            if self._averaging is not None:
+                self._averaging.close()
 
     def _switch(self, mode: str) -> None:
         getattr(self._optimizer, mode)()
@@ -287,16 +291,16 @@ class LocalOptimizer(LocalSaving):
         assert self._under_way is not None
         names, self._under_way = self._under_way.names, None
         self._anchor.merge(names, self.mix)
-        if self._state_average is not None:
+        if self._averaging is not None:
             params = {name: self._trained[name] for name in names}
-            self._state_average.merge(params, self._optimizer.state)
+            _average_state(params, self._optimizer.state, self.world, self._averaging)
 
     def _end_dense(self) -> None:
         """From now on every rank has the whole state, and trains by itself."""
         assert self._dense is not None
         self._dense.close()
         self._dense = None
-        self._anchor.reset()
+        self._anchor.take(self._trained)
         self._show()
 
 
@@ -315,6 +319,38 @@ def _dense_phase(
     if not sync_after:
         return None
     return DistributedOptimizer(inner, model, world=world, gather="gradients")
+
+
+@torch.no_grad()
+def _average_state(
+    params: Mapping[str, nn.Parameter],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    world: World,
+    channel: Channel,
+) -> None:
+    """Replace the floating-point ``state`` of ``params``, such as momentum, by its mean over ranks
+    (collective).
+
+    It travels whole, in fp32 at least. State that some rank lacks, as of a parameter without
+    gradients there, stays each rank's own.
+    """
+    tensors = {
+        f"{name} {key} {value.numel()}": value
+        for name, param in params.items()
+        for key, value in state.get(param, {}).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    of_ranks = [set(text.splitlines()) for text in world.all_gather_text("\n".join(tensors))]
+    common = [tensors[label] for label in tensors if all(label in own for own in of_ranks)]
+    if not common:
+        return
+    is_double = any(value.dtype == torch.float64 for value in common)
+    dtype = torch.float64 if is_double else torch.float32
+    flat = torch.cat([value.reshape(-1).to("cpu", dtype) for value in common])
+    channel.run("the inner optimizers' state", lambda c: c.start_all_reduce(flat, "sum"))
+    means = flat.div_(world.size).split([value.numel() for value in common])
+    for value, mean in zip(common, means, strict=True):
+        value.copy_(mean.view(value.shape))
 
 
 def _is_number(param: nn.Parameter) -> bool:
