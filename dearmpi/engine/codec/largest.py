@@ -325,21 +325,9 @@ class TopBlocks(SparseReduce):
         yield request
         firsts = self._starts.gather(1, choices.long())[..., None]
         places = (firsts + torch.arange(self._block, device="cpu")).view(size, -1)
-        num = places.shape[1]
-        held = self.scratch.take(rows, size * (num + self.num_flags))
-        room = held[: size * (num + self.num_flags)].view(size, -1)
-        torch.gather(rows, 1, places, out=room[:, :num])
-        room[:, num:] = self.feedback.flag
-        if not finite:
-            room.fill_(math.nan)
-        with to_blocks:
-            request = self.algorithm.start_reduce_scatter(room.view(-1), collectives)
-        yield request
-        total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
-        total[places[own]] = room[own, :num]
-        flag = float(room[own, -1]) if self.num_flags else 0.0
-        self.scratch.give_back(held)
-        return flag
+        return (
+            yield from self.add_up(rows, places, collectives, finite=finite, reserved=to_blocks)
+        )
 
     def _choose(self, weights: Tensor, shard: Sequence[_Blocks]) -> Tensor:
         """The heaviest blocks of each segment; a shard that has fewer repeats the last."""

@@ -241,33 +241,22 @@ class SharedReduce(SelectedReduce):
         self, rows: Tensor, collectives: Collectives, *, finite: bool
     ) -> Generator[Request, None, float]:
         """Gather the owners' choices, unless they follow from the step; reduce what is chosen."""
-        size, own = len(rows), collectives.rank
+        own, to_values = collectives.rank, None
         if self.selector.is_told:
             to_values = collectives.reserve()
-            choices = torch.zeros(size, self.selector.num, dtype=torch.int32, device="cpu")
+            choices = torch.zeros(len(rows), self.selector.num, dtype=torch.int32, device="cpu")
             if finite:
                 choices[own] = self.selector.choose(rows[own], own, rank=own, turn=self.turn)
             yield collectives.start_all_gather(choices.view(-1), "ring")
             places = self.elements(choices.long())
         else:
             places = self.elements(self.choose(rows, rank=_ALL_RANKS, finite=finite))
-        held = self.scratch.take(rows, size * self._num_values)
-        room = held[: size * self._num_values].view(size, -1)
-        torch.gather(rows, 1, places, out=room[:, : self.num_sent])
-        room[:, self.num_sent :] = self.feedback.flag
-        if not finite:
-            room.fill_(math.nan)
-        if self.selector.is_told:
-            with to_values:
-                request = self.algorithm.start_reduce_scatter(room.view(-1), collectives)
-            yield request
-        else:
-            yield self.algorithm.start_reduce_scatter(room.view(-1), collectives)
-        total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
-        total[places[own]] = room[own, : self.num_sent] * self.selector.weights(own)
-        flag = float(room[own, self.num_sent :].sum())
-        self.scratch.give_back(held)
-        return flag
+        weights = self.selector.weights(own)
+        return (
+            yield from self.add_up(
+                rows, places, collectives, finite=finite, weights=weights, reserved=to_values
+            )
+        )
 
 
 class OwnReduce(SelectedReduce):

@@ -12,6 +12,7 @@ import math
 import random
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +117,39 @@ class SparseReduce(StatelessCodec):
         ``finite``: whether all numbers are; otherwise NaN travels, so that the owners learn of it
         in this step.
         """
+
+    def add_up(
+        self,
+        rows: Tensor,
+        places: Tensor,
+        collectives: Collectives,
+        *,
+        finite: bool,
+        weights: Tensor | float = 1.0,
+        reserved: AbstractContextManager[None] | None = None,
+    ) -> Generator[Request, None, float]:
+        """Reduce the elements at ``places``, the same on all ranks, as a short bucket; returns as
+        ``reduce`` does.
+
+        places: by shard, [size, number]. weights: by what to multiply the sums. reserved: a place
+        in the order of operations; None: the next one.
+        """
+        (size, num), own = places.shape, collectives.rank
+        numel = size * (num + self.num_flags)
+        held = self.scratch.take(rows, numel)
+        room = held[:numel].view(size, -1)
+        torch.gather(rows, 1, places, out=room[:, :num])
+        room[:, num:] = self.feedback.flag
+        if not finite:
+            room.fill_(math.nan)
+        with reserved or nullcontext():
+            request = self.algorithm.start_reduce_scatter(room.view(-1), collectives)
+        yield request
+        total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
+        total[places[own]] = room[own, :num] * weights
+        flag = float(room[own, -1]) if self.num_flags else 0.0
+        self.scratch.give_back(held)
+        return flag
 
     def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
         """Add the residual, and send what is chosen."""
