@@ -156,7 +156,7 @@ def profile_workload_model(world: World, workload: WorkloadModel) -> tuple[Model
     measured = measurement.measure()
     measurement.detach()
     optimizer.close()
-    return measured
+    return measured.profile, measured.costs
 
 
 def predict_peer(

@@ -155,7 +155,7 @@ def test_plans_are_made_for_a_wire_as_fast_as_the_slowest_rank_has_seen_it(
     for number in range(42):
         start_s = 1e6 + number * takes_s
         measurement.add(Span(Track.REDUCE_SCATTER, "RS", start_s, start_s + takes_s, 1, 0, nbytes))
-    _, costs = measurement.measure()
+    costs = measurement.measure().costs
     found = costs.reduce_scatter
     assert found.beta_s_per_byte == pytest.approx(0.75 * link.beta_s_per_byte, rel=0.01)
     assert found.alpha_s == link.alpha_s
@@ -255,8 +255,9 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LinkModel]]:
     measure, links = self_planning.JobMeasurement.measure, [LinkModel(1e-6, 1e-6)]
 
     def on_that_link(self: self_planning.JobMeasurement, **given: Any) -> Any:
-        profile, costs = measure(self, **given)
-        return profile, replace(costs, reduce_scatter=links[0], all_gather=links[0])
+        measured = measure(self, **given)
+        costs = replace(measured.costs, reduce_scatter=links[0], all_gather=links[0])
+        return measured._replace(costs=costs)
 
     monkeypatch.setattr(self_planning.JobMeasurement, "measure", on_that_link)
     yield links

@@ -12,7 +12,7 @@ from dearmpi.engine.iteration.engine import Engine
 from dearmpi.engine.iteration.engine_state import EngineState
 from dearmpi.engine.iteration.hooks import ModelHooks
 from dearmpi.engine.iteration.null_engine import NullEngine
-from dearmpi.engine.setup.spec import EngineSpec
+from dearmpi.engine.setup.spec import EngineSpec, check_unclaimed
 from dearmpi.engine.state.optimizer_state import OptimizerState
 from dearmpi.engine.update.shard_update import UpdateSet, build_updates
 
@@ -87,7 +87,7 @@ def build_engine(spec: EngineSpec) -> BuiltEngine:
 
     Raises ConfigError for parameters of another engine.
     """
-    spec.check_unclaimed()
+    check_unclaimed(spec.names)
     context = spec.context
     if spec.config.has_buckets(context.world.size):
         built = _build(spec)

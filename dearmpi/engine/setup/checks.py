@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import ClassVar
-from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dearmpi.comm.world import World
 from dearmpi.config import ADDED_BY_LIBRARY, EngineConfig
 from dearmpi.device.accelerator import device_of
 from dearmpi.device.route_choice import check_routes
 from dearmpi.engine.iteration.compilation import refuse_compiled
-from dearmpi.engine.probe.probe import (
-    require_half,
-    require_host,
-)
+from dearmpi.engine.probe.probe import require_half, require_host
 from dearmpi.engine.sync.refused_models import (
     refuse_lazy,
     refuse_optimizer_wrappers,
@@ -228,35 +222,3 @@ def _name(
             taken.add(name)
         names[param] = known.get(param, name)
     return {param: name for param, name in names.items() if param.numel()}
-
-
-class _Claims:
-    """Claims last until they are released, or neither optimizer nor model refers to the engine."""
-
-    engines: ClassVar[MutableMapping[Tensor, ReferenceType[object]]] = WeakTensorKeyDictionary()
-
-
-def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
-    """Raise ConfigError if an engine in use has one of the parameters."""
-    for param, name in names.items():
-        engine = _Claims.engines.get(param)
-        if engine is not None and engine() is not None:
-            raise ConfigError(
-                f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
-                "call close() on that one before making this one, or give each its own parameters",
-                code="parameter-taken",
-            )
-
-
-def claim(names: Mapping[nn.Parameter, str], engine: object) -> None:
-    """Mark the parameters as those of ``engine``, which is not kept alive by it."""
-    for param in names:
-        _Claims.engines[param] = ref(engine)
-
-
-def release(names: Mapping[nn.Parameter, str], engine: object) -> None:
-    """Take the marks of ``engine`` off again; those of another that came after it stay."""
-    for param in names:
-        holder = _Claims.engines.get(param)
-        if holder is not None and holder() is engine:
-            del _Claims.engines[param]

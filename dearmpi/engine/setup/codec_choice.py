@@ -111,7 +111,7 @@ class CodecChoice:
 
     def _predict(self, micro_batches: int) -> dict[str, float]:
         """Seconds of an iteration by what buckets travel as (collective)."""
-        profile, costs = self._measurement.measure(micro_batches=micro_batches)
+        profile, costs, _ = self._measurement.measure(micro_batches=micro_batches)
         layout, conduct = self._in_use.layout, self._in_use.conduct
         predicted = {}
         for name, known in self._ways(costs).items():

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from dearmpi.engine.codec.codec import Codecs
 from dearmpi.engine.setup.spec import EngineSpec
@@ -31,12 +32,21 @@ NUM_WARMUP, NUM_PROFILED = 2, 3
 _MEASURING_S = 0.85  # so that it is a second at most with channels opened and closed
 
 
+class Measured(NamedTuple):
+    """profile: the layers' times. costs: of the link and of updates. most_steps: on the rank with
+    the shortest steps, how many take what was asked for.
+    """
+
+    profile: ModelProfile
+    costs: Costs
+    most_steps: int
+
+
 class JobMeasurement:
     """The times of a job's first iterations; made on all ranks together, with nothing under way.
 
     Listens to the spans for what updates cost and for how fast the wire is, unless somebody else
-    does. most_steps: on the rank with the shortest steps, how many take what was asked for in
-    ``measure``.
+    does.
     """
 
     def __init__(
@@ -57,7 +67,6 @@ class JobMeasurement:
         self._crossed: dict[Track, list[Span]] = defaultdict(list)
         self._codecs = codecs
         self._coded_s: dict[str, list[float]] = defaultdict(list)  # by what was done, for what
-        self.most_steps = 0
         costs = calibrate(
             context.world,
             codecs.algorithms,
@@ -98,7 +107,7 @@ class JobMeasurement:
 
     def measure(
         self, *, micro_batches: int = 1, step_s: float = math.inf, work_s: float = 0.0
-    ) -> tuple[ModelProfile, Costs]:
+    ) -> Measured:
         """The times of the layers, and what the link and updates cost (collective).
 
         ``micro_batches``: passes per step, of which the last hands buckets over. The times are
@@ -126,7 +135,6 @@ class JobMeasurement:
         )
         if codec is not None:
             codec = self._codecs.cost(config.compress, reduce_s, gather_s)
-        self.most_steps = int(most)
         if any_problem:
             texts = enumerate(world.all_gather_text(problem))
             rank, text = next((rank, text) for rank, text in texts if text)
@@ -136,7 +144,7 @@ class JobMeasurement:
         if micro_batches == 1:  # else the typical pass, which the profile is of, hands none over
             num_buckets = sum(bucket.trained for bucket in self._in_use.layout)
             profile = profile.with_shorter_backprop(num_buckets * costs.main_thread_s)
-        return profile, costs
+        return Measured(profile, costs, int(most))
 
     def _pace(self, track: Track, share: float) -> float:
         """Of operations in which so large a ``share`` of a bucket's bytes travels."""
@@ -245,14 +253,13 @@ class SelfPlanning:
         measurement = self.measurement
         micro_batches = max(1, measurement.num_passes // self._num_steps)
         try:
-            profile, costs = measurement.measure(
+            profile, costs, most = measurement.measure(
                 micro_batches=micro_batches, step_s=step_s, work_s=_PLANNING_S
             )
         except (UsageError, ConfigError) as error:
             self.problem = str(error)
             return
         measurement.stop()
-        most = measurement.most_steps
         self._steps_between_looks = math.ceil(most / _LOOKS_IN_THAT)
         self._due_step = min(MOST_STEPS, self._num_steps + most)
         if self._world.is_root:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ReferenceType, ref
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dearmpi.config import EngineConfig
 from dearmpi.engine.setup.checks import (
     NOT_KNOWN,
     check_job,
     check_parameters,
-    check_unclaimed,
-    claim,
     optimized_parameters,
-    release,
 )
 from dearmpi.engine.setup.context import TrainingContext
 from dearmpi.engine.setup.ownership import (
@@ -37,9 +36,13 @@ from dearmpi.engine.sync.refused_models import (
     refuse_unaveraged,
     refuse_wrappers,
 )
+from dearmpi.errors import ConfigError
 from dearmpi.plan.data.layout import BucketLayout, build_layout, fuse_by_cap, spec_of
 from dearmpi.plan.data.plan import Plan
 from dearmpi.plan.data.schedule import Conduct, Schedule, build_schedule
+
+_CLAIMS: MutableMapping[Tensor, ReferenceType[object]] = WeakTensorKeyDictionary()
+"""By parameter, what lives for as long as an engine has it; until then, or until a release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +70,29 @@ class EngineSpec:
         """The stages of a bucket, and the order in which buckets travel."""
         return Conduct(self.schedule, self.config.window, self.config.eager, self.config.gather)
 
-    def check_unclaimed(self) -> None:
-        """Raises ConfigError for parameters of another engine."""
-        check_unclaimed(self.names)
-
     def claim(self, claimant: object) -> None:
         """Take the parameters for an engine, for as long as ``claimant`` lives."""
-        claim(self.names, claimant)
+        for param in self.names:
+            _CLAIMS[param] = ref(claimant)
 
     def release(self, claimant: object) -> None:
         """Leave those parameters that ``claimant`` holds to other engines."""
-        release(self.names, claimant)
+        for param in self.names:
+            holder = _CLAIMS.get(param)
+            if holder is not None and holder() is claimant:
+                del _CLAIMS[param]
+
+
+def check_unclaimed(names: Mapping[nn.Parameter, str]) -> None:
+    """Raise ConfigError if an engine in use has one of the parameters."""
+    for param, name in names.items():
+        claimant = _CLAIMS.get(param)
+        if claimant is not None and claimant() is not None:
+            raise ConfigError(
+                f"parameter {name} belongs to another DistributedOptimizer, which is not closed; "
+                "call close() on that one before making this one, or give each its own parameters",
+                code="parameter-taken",
+            )
 
 
 def make_spec(

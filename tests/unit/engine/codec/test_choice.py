@@ -119,9 +119,9 @@ def test_a_link_decides(
     measure = JobMeasurement.measure
 
     def on_a_link(self: JobMeasurement, **given: Any) -> Any:
-        profile, costs = measure(self, **given)
-        link = LinkModel(alpha_s, beta_s)
-        return profile, replace(costs, reduce_scatter=link, all_gather=link)
+        measured, link = measure(self, **given), LinkModel(alpha_s, beta_s)
+        costs = replace(measured.costs, reduce_scatter=link, all_gather=link)
+        return measured._replace(costs=costs)
 
     monkeypatch.setattr(JobMeasurement, "measure", on_a_link)
 

@@ -69,7 +69,7 @@ def test_the_first_steps_of_a_run_show_what_compression_costs(
         )
         regress(model, optimizer, world, steps=5)
         optimizer.synchronize()
-        _, costs = measurement.measure()
+        costs = measurement.measure().costs
         measurement.detach()
         optimizer.close()
         return costs.codec
