@@ -77,26 +77,9 @@ def connect(
     """
     if progress is not None and not isinstance(progress, str):
         raise _refuse_group("progress", progress)
-    world = _Process.world
-    if world is None:
-        refuse_workers(os.environ)
-        requested = progress or "thread"
-        is_first = "mpi4py.MPI" not in sys.modules  # else other code may need MPI to the end
-        try:
-            world = _connect(requested, stall_limits, comm)
-        except LaunchError:
-            _end_on_launch_error()
-            raise
-        except ConfigError:  # of ``comm``, on this rank perhaps alone
-            _end_job_on_config_error()
-            raise
-        _Process.world, _Process.progress = world, requested
-        keep_from_mpi(os.environ)
-        deadline = None
-        if world.size > 1:
-            deadline = limit_end(world, stall_limits or StallLimits()) if is_first else None
-            abort_on_exception(world)
-        atexit.register(leave, world, deadline)
+    if _Process.world is None:
+        _Process.world = _join_job(progress or "thread", stall_limits, comm)
+        _Process.progress = progress or "thread"
     elif comm is not None:
         raise ConfigError(
             "comm is given, but this process was connected before; give it at the first connect(), "
@@ -109,7 +92,7 @@ def connect(
             f"{_Process.progress!r}; choose it at the first connect()",
             code="connected-differently",
         )
-    return world
+    return _Process.world
 
 
 def choose_world(world: object) -> World:
@@ -134,6 +117,27 @@ def _refuse_group(name: str, given: object) -> ConfigError:
     )
 
 
+def _join_job(progress: ProgressMode, stall_limits: StallLimits | None, comm: object) -> World:
+    """Connect, and see to it that the end of this process keeps no other rank waiting."""
+    refuse_workers(os.environ)
+    is_first = "mpi4py.MPI" not in sys.modules  # else other code may need MPI to the end
+    try:
+        world = _connect(progress, stall_limits, comm)
+    except LaunchError:
+        _end_on_launch_error()
+        raise
+    except ConfigError:  # of ``comm``, on this rank perhaps alone
+        _end_job_on_config_error()
+        raise
+    keep_from_mpi(os.environ)
+    deadline = None
+    if world.size > 1:
+        deadline = limit_end(world, stall_limits or StallLimits()) if is_first else None
+        abort_on_exception(world)
+    atexit.register(leave, world, deadline)
+    return world
+
+
 def _connect(
     progress: ProgressMode, stall_limits: StallLimits | None, comm: object = None
 ) -> World:
@@ -143,20 +147,7 @@ def _connect(
         with limit_start(stall_limits or StallLimits(), has_comm=comm is not None):
             collectives: Collectives = mpi.connect(comm)
     except (ImportError, RuntimeError) as error:
-        announced = announced_size(os.environ)
-        if announced > 1:
-            raise LaunchError(
-                f"{announced} ranks were launched, but MPI cannot be loaded: {error}; install one "
-                "with pip install 'dearmpi[mpich]', or load your site's MPI module",
-                code="mpi-not-loaded",
-            ) from error
-        if comm is not None:  # whose ranks would train apart
-            raise LaunchError(
-                f"comm is given, but MPI cannot be loaded: {error}; install one with pip install "
-                "'dearmpi[mpich]', load your site's MPI module, or leave comm out to train in one "
-                "process",
-                code="mpi-not-loaded",
-            ) from error
+        _require_alone(error, has_comm=comm is not None)
         from dearmpi.comm.backends.alone import AloneCollectives
 
         return World(AloneCollectives(), progress="poll")
@@ -183,6 +174,24 @@ def _connect(
             safe_output.write(f"[rank {collectives.rank} on {host}] {error}")
             collectives.abort(error.exit_code if isinstance(error, DearError) else 1)
         raise
+
+
+def _require_alone(error: Exception, *, has_comm: bool) -> None:
+    """Raise LaunchError where MPI cannot be loaded, and this process has others to train with."""
+    announced = announced_size(os.environ)
+    if announced > 1:
+        raise LaunchError(
+            f"{announced} ranks were launched, but MPI cannot be loaded: {error}; install one "
+            "with pip install 'dearmpi[mpich]', or load your site's MPI module",
+            code="mpi-not-loaded",
+        ) from error
+    if has_comm:  # whose ranks would train apart
+        raise LaunchError(
+            f"comm is given, but MPI cannot be loaded: {error}; install one with pip install "
+            "'dearmpi[mpich]', load your site's MPI module, or leave comm out to train in one "
+            "process",
+            code="mpi-not-loaded",
+        ) from error
 
 
 def limit_end(world: World, limits: StallLimits) -> Deadline:
