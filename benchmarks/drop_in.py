@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from dearmpi import DistributedDataParallel
 from dearmpi.bench.method import Entrant, Setup
-from dearmpi.config import Gather
+from dearmpi.config import EngineConfig, Gather
 from dearmpi.drop_in.served_optimizer import KnownOptimizers
-from dearmpi.drop_in.serving import Choices, Chosen
+from dearmpi.drop_in.serving import Chosen
 
 
 def wrapped(setup: Setup) -> Entrant:
@@ -31,7 +31,7 @@ def sharded(setup: Setup) -> Entrant:
 
 
 def _enter(setup: Setup, gather: Gather) -> Entrant:
-    Chosen.choices = Choices(gather=gather)  # holds for models that are wrapped from now on
+    Chosen.choices = EngineConfig(gather=gather)  # holds for models that are wrapped from now on
     model = DistributedDataParallel(setup.model)
     optimizer = setup.make_optimizer(model.parameters())
     return Entrant(model, optimizer, finish=model.synchronize, close=lambda: _leave(optimizer))

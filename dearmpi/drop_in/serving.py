@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any, ClassVar
 from weakref import WeakSet, ref
@@ -28,14 +27,7 @@ from torch.optim.optimizer import (
 
 import dearmpi
 from dearmpi import DistributedOptimizer, World
-from dearmpi.config import (
-    CommDtype,
-    Compress,
-    EngineConfig,
-    EngineSettings,
-    Gather,
-    ScheduleName,
-)
+from dearmpi.config import CommDtype, EngineConfig, EngineSettings
 from dearmpi.drop_in.arguments import note
 from dearmpi.drop_in.served_optimizer import (
     KnownOptimizers,
@@ -46,43 +38,17 @@ from dearmpi.drop_in.served_optimizer import (
 from dearmpi.errors import ConfigError, UsageError
 
 
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """Settings of ``EngineConfig`` for every model that is wrapped from now on."""
-
-    schedule: ScheduleName = "dear"
-    gather: Gather = "gradients"
-    comm_dtype: CommDtype = "fp32"
-    compress: Compress = "none"
-
-    def __post_init__(self) -> None:
-        """Raise ConfigError for settings that contradict each other."""
-        self.engine()
-
-    def engine(self) -> EngineConfig:
-        """The same, with defaults for all else."""
-        return EngineConfig(
-            schedule=self.schedule,
-            gather=self.gather,
-            comm_dtype=self.comm_dtype,
-            compress=self.compress,
-        )
-
-
 class Chosen:
     """What holds in this process.
 
-    is_served: whether scripts find dearmpi behind torch's names.
+    choices: schedule, gather, comm_dtype and compress of every model that is wrapped from now on.
+    is_served: whether scripts find dearmpi behind torch's names. sees_steps: whether torch's hooks
+    around every optimizer's step are on.
     """
 
-    choices: ClassVar[Choices] = Choices()
+    choices: ClassVar[EngineConfig] = EngineConfig(gather="gradients")
     is_served: ClassVar[bool] = False
-
-
-class _StepHooks:
-    """Of this process: torch's hooks around every optimizer's step."""
-
-    are_on: ClassVar[bool] = False
+    sees_steps: ClassVar[bool] = False
 
 
 _HALF_BYTES = 2  # of an element that is on the wire as it is
@@ -322,7 +288,7 @@ class ModelServing:
             KnownOptimizers.own.add(never_stepped)
             settings = self.settings()
             settings |= EngineSettings(gather="gradients", buffers="keep")
-            choices = Chosen.choices.engine()
+            choices = Chosen.choices
             if choices.keeps_unsent or choices.compress == "auto":  # by steps, which it never takes
                 settings |= EngineSettings(compress="none")
             with self.own_buffers():
@@ -374,10 +340,10 @@ def _addresses_of(params: Iterable[nn.Parameter]) -> list[int]:
 def watch_steps(model: ModelServing) -> None:
     """See the steps of optimizers that have parameters of ``model``."""
     KnownOptimizers.models.add(model)
-    if not _StepHooks.are_on:
+    if not Chosen.sees_steps:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
-        _StepHooks.are_on = True
+        Chosen.sees_steps = True
 
 
 def serve(optimizer: Optimizer) -> None:

@@ -22,9 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import dearmpi
 from dearmpi import World
-from dearmpi.config import CommDtype, Compress, Gather, ScheduleName
+from dearmpi.config import CommDtype, Compress, EngineConfig, Gather, ScheduleName
 from dearmpi.drop_in.served_optimizer import KnownOptimizers
-from dearmpi.drop_in.serving import Choices, Chosen
+from dearmpi.drop_in.serving import Chosen
 from dearmpi.drop_in.wrapper import DistributedDataParallel
 from dearmpi.errors import ConfigError, DearError, LaunchError
 
@@ -44,7 +44,12 @@ def main(given: Sequence[str], *, report: Callable[[DearError], None]) -> int:
         print(f"dearmpi: error: there is no script {target[0]!r}", file=sys.stderr)
         return 2
     try:
-        choices = Choices(options.schedule, options.gather, options.comm_dtype, options.compress)
+        choices = EngineConfig(
+            schedule=options.schedule,
+            gather=options.gather,
+            comm_dtype=options.comm_dtype,
+            compress=options.compress,
+        )
     except ConfigError as error:
         print(f"dearmpi: error: {error.with_code()}", file=sys.stderr)
         return error.exit_code
@@ -74,7 +79,7 @@ def _parse(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         epilog=_EPILOG,
         allow_abbrev=False,
     )
-    default = Choices()
+    default = Chosen.choices
     for flag, choices, value, about in (
         ("--schedule", get_args(ScheduleName), default.schedule, "when collectives travel"),
         ("--gather", get_args(Gather), default.gather, "what is gathered after each step"),
@@ -90,7 +95,7 @@ def _parse(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, options.target
 
 
-def serve_scripts(choices: Choices) -> World:
+def serve_scripts(choices: EngineConfig) -> World:
     """Connect, set the variables of the ranks and replace torch's names.
 
     Collective the first time. choices: for every model that is wrapped from now on.

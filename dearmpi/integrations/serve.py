@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 
 from dearmpi import World
 from dearmpi.config import CommDtype, Compress, Gather, ScheduleName
-from dearmpi.drop_in.serving import Choices, Chosen
+from dearmpi.drop_in.serving import Chosen
 from dearmpi.drop_in.start import serve_scripts
 from dearmpi.errors import ConfigError
 
@@ -26,15 +27,16 @@ def serve(
     already imported.
 
     schedule, gather, comm_dtype, compress: as in ``EngineConfig``, for every model that is wrapped
-        later. None keeps what was chosen before, at first the default of ``Choices``.
+        later. None keeps what was chosen before, at first ``gather="gradients"`` and defaults.
     """
     now = Chosen.choices
     return serve_scripts(
-        Choices(
-            schedule or now.schedule,
-            gather or now.gather,
-            comm_dtype or now.comm_dtype,
-            compress or now.compress,
+        replace(
+            now,
+            schedule=schedule or now.schedule,
+            gather=gather or now.gather,
+            comm_dtype=comm_dtype or now.comm_dtype,
+            compress=compress or now.compress,
         )
     )
 

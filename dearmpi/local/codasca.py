@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,8 @@ class Codasca(LocalOptimizer):
     clips gradients, their means are of clipped ones, since the steps are.
     Source: CODASCA, arXiv 2102.04635.
     """
+
+    _own_kind = "corrections", "they are zero until the next exchange"
 
     def __init__(
         self,
@@ -80,15 +81,6 @@ class Codasca(LocalOptimizer):
             "steps_in_round": self._steps_in_round,
         }
 
-    def close(self) -> None:
-        """As the base class."""
-        was_closed = self._is_closed
-        super().close()
-        if not was_closed:
-            if isinstance(self._optimizer, PrimalDual):
-                self._optimizer.correct = None
-            self._means.close()
-
     @torch.no_grad()
     def _step_alone(self) -> None:
         if not isinstance(self._optimizer, PrimalDual):
@@ -119,6 +111,12 @@ class Codasca(LocalOptimizer):
             self._sums[name].zero_()
         self._steps_in_round = 0
 
+    def _close_exchanges(self) -> None:
+        super()._close_exchanges()
+        if isinstance(self._optimizer, PrimalDual):
+            self._optimizer.correct = None
+        self._means.close()
+
     def _own_tensors(self) -> dict[str, dict[str, Tensor]]:
         return {
             name: {"gradients": self._sums[name], "correction": self._corrections[name]}
@@ -138,21 +136,7 @@ class Codasca(LocalOptimizer):
             )
         return super()._fault_of(local)
 
-    @torch.no_grad()
     def _take_own(self, local: Mapping[str, Any], is_own: bool) -> None:
-        """Go on with this rank's corrections. On another number of ranks nobody knows whose data a
-        rank has: all begin with the mean, so that corrections are zero and still add up to it.
-        """
+        """On another number of ranks all begin with the mean: corrections still add up to zero."""
         self._steps_in_round = local["steps_in_round"] if is_own else 0
-        for name, own in self._own_tensors().items():
-            for key, value in own.items():
-                if is_own:
-                    value.copy_(local["own"][name][key])
-                else:
-                    value.zero_()
-        if not is_own and self.world.is_root:
-            warnings.warn(
-                f"corrections of {local['world_size']} ranks do not fit the data of "
-                f"{self.world.size}: they are zero until the next exchange",
-                stacklevel=5,
-            )
+        super()._take_own(local, is_own)

@@ -263,9 +263,13 @@ class LocalOptimizer(LocalSaving):
             if self._under_way is not None:
                 self._merge()
         finally:
-            self._anchor.close()
-            if self._averaging is not None:
-                self._averaging.close()
+            self._close_exchanges()
+
+    def _close_exchanges(self) -> None:
+        """Give back what exchanges have taken (collective)."""
+        self._anchor.close()
+        if self._averaging is not None:
+            self._averaging.close()
 
     def _switch(self, mode: str) -> None:
         getattr(self._optimizer, mode)()

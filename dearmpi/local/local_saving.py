@@ -44,6 +44,7 @@ class LocalSaving(Readings):
     outer: trains the shared values. is_dense: gradients are averaged in each step so far.
     """
 
+    _own_kind = "", ""  # what ``_own_tensors`` are, and how they go on where they do not fit
     world: World
     num_steps: int
     sync_after: int
@@ -177,7 +178,23 @@ class LocalSaving(Readings):
         return kept
 
     def _take_own(self, local: Mapping[str, Any], is_own: bool) -> None:
-        """Go on from ``own`` of ``local``, if it is of this rank (collective)."""
+        """Go on from ``own`` of ``local``, if it is of this rank. On another number of ranks nobody
+        knows whose data a rank has: all of it becomes zero, and rank 0 warns.
+        """
+        own = self._own_tensors()
+        for name, tensors in own.items():
+            for key, value in tensors.items():
+                if is_own:
+                    value.copy_(local["own"][name][key])
+                else:
+                    value.zero_()
+        if own and not is_own and self.world.is_root:
+            kind, cure = self._own_kind
+            warnings.warn(
+                f"{kind} of {local['world_size']} ranks do not fit the data of {self.world.size}: "
+                f"{cure}",
+                stacklevel=6,
+            )
 
     def _inner_state(self) -> dict[str, Any]:
         return dict(self._optimizer.state_dict())

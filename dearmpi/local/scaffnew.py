@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +38,8 @@ class Scaffnew(LocalOptimizer):
     world, rule: the ranks; the settings, with p and lr as they are used. controls: by parameter's
     name, this rank's control variates. num_rounds: rounds that are over.
     """
+
+    _own_kind = "control variates", "they begin at zero again"
 
     def __init__(
         self,
@@ -115,13 +116,6 @@ class Scaffnew(LocalOptimizer):
             "num_rounds": self.num_rounds,
             "steps_in_round": self._steps_in_round,
         }
-
-    def close(self) -> None:
-        """As the base class."""
-        was_closed = self._is_closed
-        super().close()
-        if self._masked is not None and not was_closed:
-            self._masked.close()
 
     @torch.no_grad()
     def _step_alone(self) -> None:
@@ -207,6 +201,11 @@ class Scaffnew(LocalOptimizer):
                 follow(self.controls[name], value, own, masks[name], self.rule)
             self._trained[name].copy_(value)
 
+    def _close_exchanges(self) -> None:
+        super()._close_exchanges()
+        if self._masked is not None:
+            self._masked.close()
+
     def _own_tensors(self) -> dict[str, dict[str, Tensor]]:
         return {name: {"control": value} for name, value in self.controls.items()}
 
@@ -226,25 +225,12 @@ class Scaffnew(LocalOptimizer):
         return super()._fault_of(local)
 
     def _take_own(self, local: Mapping[str, Any], is_own: bool) -> None:
-        """Go on with this rank's control variates. On another number of ranks nobody knows whose
-        data a rank has: all begin with zeros, which add up to zero, and with a new round.
-        """
+        """On another number of ranks all begin with zeros, whose sum is right, and a new round."""
         self.num_rounds = local["num_rounds"]
         self._steps_in_round = local["steps_in_round"] if is_own else 0
-        for name, value in self.controls.items():
-            if is_own:
-                value.copy_(local["own"][name]["control"])
-            else:
-                value.zero_()
-        if is_own:
-            return
-        self.param_groups[0]["lr"] = self.rule.lr
-        if self.world.is_root:
-            warnings.warn(
-                f"control variates of {local['world_size']} ranks do not fit the data of "
-                f"{self.world.size}: they begin at zero again",
-                stacklevel=5,
-            )
+        if not is_own:
+            self.param_groups[0]["lr"] = self.rule.lr
+        super()._take_own(local, is_own)
 
 
 class MaskedExchange:

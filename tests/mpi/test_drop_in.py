@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchsWrapper
 import dearmpi
 from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
-from dearmpi.config import Compress, Gather
+from dearmpi.config import Compress, EngineConfig, Gather
 from dearmpi.drop_in.served_optimizer import KnownOptimizers
-from dearmpi.drop_in.serving import Choices, Chosen
+from dearmpi.drop_in.serving import Chosen
 from dearmpi.drop_in.start import ZeroRedundancyOptimizer
 from dearmpi.engine.setup.codec_choice import CodecChoice
 from dearmpi.errors import ArgumentError, ConfigError, UsageError
@@ -61,7 +61,7 @@ def test_a_script_trains_what_it_trains_with_torchs_wrapper(name: str, world: Wo
 def test_an_optimizer_in_shards_trains_the_same(
     name: str, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Chosen, "choices", Choices(gather="parameters"))
+    monkeypatch.setattr(Chosen, "choices", EngineConfig(gather="parameters"))
     script, rank, size = SCRIPTS[name], world.rank, world.size
     (expected, *_) = script(Job(TorchsWrapper, rank, size)).models
     (found, *_) = script(Job(dearmpi.DistributedDataParallel, rank, size)).models
@@ -121,7 +121,7 @@ def test_what_travels_may_be_compressed(
 ) -> None:
     """All ranks have the same gradients, so that one that trains alone comes to the same."""
     gather: Gather = "gradients" if compress == "int8" else "parameters"
-    monkeypatch.setattr(Chosen, "choices", Choices(gather=gather, compress=compress))
+    monkeypatch.setattr(Chosen, "choices", EngineConfig(gather=gather, compress=compress))
 
     def train(model: nn.Module) -> float:
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
@@ -155,7 +155,7 @@ def test_what_travels_is_chosen_once(
         return {"fp32": 1.0, "int8": 0.5}
 
     monkeypatch.setattr(CodecChoice, "_predict", predict)
-    monkeypatch.setattr(Chosen, "choices", Choices(gather=gather, compress="auto"))
+    monkeypatch.setattr(Chosen, "choices", EngineConfig(gather=gather, compress="auto"))
     torch.manual_seed(0)
     model = dearmpi.DistributedDataParallel(nn.Linear(256, 257))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

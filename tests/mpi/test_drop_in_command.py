@@ -164,13 +164,15 @@ def test_ranks_that_train_models_of_their_own_are_told(
 SERVES_ITSELF = """
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from dearmpi.drop_in.serving import Choices, Chosen
+from dearmpi.config import EngineConfig
+from dearmpi.drop_in.serving import Chosen
 from dearmpi.integrations import serve
 
 world = serve(comm_dtype="bf16")
 if world.is_root:
     serve(schedule="wfbp")  # nobody else: only the first call is collective
-    assert Chosen.choices == Choices(schedule="wfbp", comm_dtype="bf16"), Chosen.choices
+    chosen = EngineConfig(schedule="wfbp", gather="gradients", comm_dtype="bf16")
+    assert Chosen.choices == chosen, Chosen.choices
 assert DistributedDataParallel.__module__ == "dearmpi.drop_in.wrapper"
 dist.init_process_group("gloo")
 assert (dist.get_rank(), dist.get_world_size()) == (world.rank, 2)
