@@ -43,8 +43,8 @@ import dearmpi
 from dearmpi.bench.torch_methods import join_group, leave_group
 from dearmpi.comm.world import World
 from dearmpi.plan.data.owners import known_cost
-from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
-from dearmpi.train.tasks.transformer import Transformer, TransformerShape
+from dearmpi.train.loop.optimizers import MuonWithAdamW, muon_groups
+from dearmpi.train.tasks.bytes_lm import Transformer, TransformerShape
 
 NUM_WARMUP = 1
 CONTEXT, BATCH = 32, 2

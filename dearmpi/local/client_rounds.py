@@ -15,7 +15,7 @@ from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig
 from dearmpi.local.anchor import Anchor
-from dearmpi.plan.data.rounds import RoundRule
+from dearmpi.plan.data.local_schedule import RoundRule
 
 _NAME = "values"
 Slopes = Callable[[Tensor], Tensor]  # of (clients, size), of one client's point in each row

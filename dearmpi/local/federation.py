@@ -12,7 +12,7 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.local.client_rounds import ClientRounds, Slopes
-from dearmpi.plan.data.rounds import AveragingRule, RoundRule
+from dearmpi.plan.data.local_schedule import AveragingRule, RoundRule
 
 Algorithm = Literal["gd", "fedavg", "scaffnew", "compressed-scaffnew", "tamuna"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)

@@ -18,7 +18,7 @@ from dearmpi.errors import ConfigError, UsageError
 from dearmpi.local.client_rounds import follow, mask_of, weighted_sum
 from dearmpi.local.local_optimizer import AVERAGING, LocalOptimizer
 from dearmpi.local.sync_settings import compare_ranks
-from dearmpi.plan.data.rounds import Round, RoundRule
+from dearmpi.plan.data.local_schedule import Round, RoundRule
 
 
 class Scaffnew(LocalOptimizer):

@@ -8,7 +8,7 @@ import torch
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.local.client_rounds import ClientRounds, control_sum
-from dearmpi.plan.data.rounds import RoundRule
+from dearmpi.plan.data.local_schedule import RoundRule
 from tests.mpi.local_steps import SMALL, Case, backward, sgd, simulate, steps_of
 from tests.mpi.models import build_model
 

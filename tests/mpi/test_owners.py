@@ -16,7 +16,7 @@ from dearmpi.engine.iteration import stages
 from dearmpi.plan.data.layout import spec_of
 from dearmpi.plan.data.plan import Plan, Prediction, fingerprint
 from dearmpi.plan.data.schedule import build_schedule
-from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
+from dearmpi.train.loop.optimizers import MuonWithAdamW, muon_groups
 from tests.combinations import pairwise
 from tests.mpi.oracle import (
     REDUCE_SCATTERS,

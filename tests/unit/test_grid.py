@@ -10,9 +10,8 @@ import pytest
 
 from dearmpi.cuts import Cuts, even_cuts
 from dearmpi.grid import Grid, carried, num_chunks, parts_entering, stages_of
-from dearmpi.plan.data.collective_steps import Kind, grid_steps
 from dearmpi.plan.model.network import Levels, Network, link_network
-from dearmpi.plan.model.steps_check import check_steps
+from dearmpi.plan.model.steps_check import Kind, check_steps, grid_steps
 
 CASES = [
     ((2, 2), (1.0, 1.0)),

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from dearmpi.errors import CheckpointError
 from dearmpi.train import disk
-from dearmpi.train.checkpoint import manifest, part_file
+from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import FileRecord, Manifest, part_name
 from dearmpi.train.checkpoint.part import (
     CheckpointPart,
@@ -30,6 +30,8 @@ from dearmpi.train.checkpoint.part import (
     make_head,
     make_part,
     model_key,
+    read_parts,
+    write_part,
 )
 from dearmpi.train.checkpoint.snapshot import Snapshot
 from dearmpi.train.checkpoint.survey import (
@@ -80,7 +82,7 @@ class PendingCheckpoint:
     def write(self, part: CheckpointPart, *, rank: int) -> FileRecord:
         """Write the part of ``rank``, a copy, onto the disk."""
         with self._explaining(part.num_bytes):
-            return part_file.write_part(self.folder / part_name(rank), part)
+            return write_part(self.folder / part_name(rank), part)
 
     def commit(self, head: Head, files: Sequence[FileRecord]) -> Path:
         """Make it a checkpoint, once every rank's part is written, and point ``latest`` at it.
@@ -148,7 +150,7 @@ def load(path: Path) -> Snapshot:
 def read(path: Path, record: Manifest) -> Snapshot:
     """Read the checkpoint at ``path``, whose manifest is ``record`` and which is verified."""
     try:
-        tensors, abouts = part_file.read_parts([path / name for name in sorted(record.files)])
+        tensors, abouts = read_parts([path / name for name in sorted(record.files)])
         model = {name: tensors[model_key(record.aliases.get(name, name))] for name in record.model}
         return Snapshot(
             step=record.step,

@@ -10,9 +10,9 @@ import pytest
 
 from dearmpi.comm.world import World
 from dearmpi.errors import MismatchError, NonFiniteLossError
-from dearmpi.train.checkpoint import part_file
+from dearmpi.train.checkpoint import store
 from dearmpi.train.checkpoint.manifest import FileRecord
-from dearmpi.train.checkpoint.part import CheckpointPart
+from dearmpi.train.checkpoint.part import CheckpointPart, write_part
 from dearmpi.train.ranks.agreement import AgreedError
 from tests.codes import raises
 from tests.mpi.session.points import TASK, run, saved_model
@@ -117,14 +117,14 @@ def test_checkpoints_that_only_some_ranks_can_read_end_all(world: World, folder:
 def test_a_full_disk_ends_all_and_the_checkpoint_before_stays_good(
     world: World, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = part_file.write_part
+    write = write_part
 
     def fill_up(path: Path, part: CheckpointPart) -> FileRecord:
         if "step-00000004" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, part)
 
-    monkeypatch.setattr(part_file, "write_part", fill_up)
+    monkeypatch.setattr(store, "write_part", fill_up)
     with raises(AgreedError, "disk-full") as caught:
         run(world, folder, "a", checkpoint_interval=2)
     assert caught.value.exit_code == 6

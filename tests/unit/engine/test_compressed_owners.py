@@ -14,7 +14,7 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import Compress
 from dearmpi.engine.bucket import bucket
-from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
+from dearmpi.train.loop.optimizers import MuonWithAdamW, muon_groups
 from tests.combinations import turns_of
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks

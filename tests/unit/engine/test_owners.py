@@ -13,7 +13,7 @@ from torch import nn
 from dearmpi import DistributedOptimizer, EngineConfig
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, MismatchError
-from dearmpi.train.loop.muon import MuonWithAdamW, muon_groups
+from dearmpi.train.loop.optimizers import MuonWithAdamW, muon_groups
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.local.client_rounds import ClientRounds, control_sum, mask_of
-from dearmpi.plan.data.rounds import Round, RoundRule
+from dearmpi.plan.data.local_schedule import Round, RoundRule
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 

@@ -13,7 +13,7 @@ from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError
 from dearmpi.local.client_rounds import ClientRounds, control_sum
 from dearmpi.local.federation import Algorithm, FederationSettings, Trajectory, run_algorithm
-from dearmpi.plan.data.rounds import AveragingRule, RoundRule
+from dearmpi.plan.data.local_schedule import AveragingRule, RoundRule
 from dearmpi.train.tasks.logistic import LogisticProblem, logistic_problem
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks

@@ -21,7 +21,7 @@ from dearmpi.errors import (
     UsageError,
 )
 from dearmpi.local.client_rounds import ClientRounds
-from dearmpi.plan.data.rounds import RoundRule
+from dearmpi.plan.data.local_schedule import RoundRule
 from tests.codes import raises
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks

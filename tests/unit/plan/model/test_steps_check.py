@@ -14,16 +14,16 @@ import pytest
 from dearmpi import chunk_orders
 from dearmpi.errors import ConfigError
 from dearmpi.grid import Grid
-from dearmpi.plan.data.collective_steps import (
+from dearmpi.plan.model.steps_check import (
     CollectiveSteps,
     Kind,
     Message,
     Step,
+    check_steps,
     grid_steps,
     read_steps,
     ring_steps,
 )
-from dearmpi.plan.model.steps_check import check_steps
 from dearmpi.plan.simulate.themis import TOPOLOGIES
 from tests.codes import raises
 

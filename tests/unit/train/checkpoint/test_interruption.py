@@ -15,7 +15,7 @@ import torch
 
 from dearmpi.errors import CheckpointError
 from dearmpi.train import checkpoint, disk
-from dearmpi.train.checkpoint import Snapshot, part_file, store
+from dearmpi.train.checkpoint import Snapshot, store
 from dearmpi.train.checkpoint.survey import name_latest
 from tests.codes import raises
 from tests.unit.train.checkpoint.example_snapshot import content_of, make_snapshot
@@ -64,7 +64,7 @@ def test_a_kill_at_any_moment_leaves_a_good_checkpoint(
 def kill_at(patch: pytest.MonkeyPatch, point: str, nth: int) -> None:
     """Raise KilledError at the ``nth`` call of ``point``, and stop the clean-up from running."""
     owner: Any = {
-        "write_part": part_file,
+        "write_part": store,
         "fsync": os,
         "write_text": disk,
         "rename": Path,
@@ -115,7 +115,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
     path = checkpoint.save(tmp_path, make_snapshot(10))
     before = content_of(tmp_path)
     with monkeypatch.context() as patch:
-        owner: Any = {"write_part": part_file, "fsync": os, "mkdir": Path}.get(point, disk)
+        owner: Any = {"write_part": store, "fsync": os, "mkdir": Path}.get(point, disk)
 
         def fail(*args: Any, **options: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dearmpi.train.checkpoint.part import BLOCK_BYTES
-from dearmpi.train.checkpoint.part_file import DirectFile
+from dearmpi.train.checkpoint.part import BLOCK_BYTES, DirectFile
 
 
 def blocks(num_bytes: int) -> memoryview:

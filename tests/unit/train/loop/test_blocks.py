@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dearmpi.errors import TaskError
 from dearmpi.train.loop.blocks import find_blocks, prepare_blocks
 from dearmpi.train.settings.settings import RunSettings
-from dearmpi.train.tasks.transformer import Transformer, TransformerShape
+from dearmpi.train.tasks.bytes_lm import Transformer, TransformerShape
 from tests.codes import raises
 
 

@@ -9,8 +9,12 @@ import torch
 from torch import nn
 
 from dearmpi.errors import TaskError
-from dearmpi.train.loop.muon import MuonWithAdamW, hidden_matrices, muon_groups
-from dearmpi.train.loop.optimizers import choose_optimizer
+from dearmpi.train.loop.optimizers import (
+    MuonWithAdamW,
+    choose_optimizer,
+    hidden_matrices,
+    muon_groups,
+)
 from dearmpi.train.settings.settings import RunSettings
 from tests.codes import raises
 

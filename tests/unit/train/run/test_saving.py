@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from dearmpi.comm.world import World
 from dearmpi.errors import NonFiniteLossError
 from dearmpi.train import checkpoint
-from dearmpi.train.checkpoint import Snapshot, part_file
+from dearmpi.train.checkpoint import Snapshot, store
 from dearmpi.train.checkpoint.manifest import FileRecord
-from dearmpi.train.checkpoint.part import CheckpointPart, CopyBuffer, TensorPiece
+from dearmpi.train.checkpoint.part import CheckpointPart, CopyBuffer, TensorPiece, write_part
 from dearmpi.train.loop.job import Job, prepare
 from dearmpi.train.loop.optimizers import choose_optimizer
 from dearmpi.train.loop.trainer import Trainer
@@ -192,7 +192,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writing of step 4 ends only once all ranks have taken step 6."""
-    write, far_enough = part_file.write_part, threading.Semaphore(0)
+    write, far_enough = write_part, threading.Semaphore(0)
 
     def slow(path: Path, part: CheckpointPart) -> FileRecord:
         if "step-00000004" in str(path):
@@ -205,7 +205,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(
             if step == 6:
                 far_enough.release()
 
-    monkeypatch.setattr(part_file, "write_part", slow)
+    monkeypatch.setattr(store, "write_part", slow)
 
     def work(world: World) -> list[str]:
         notes = Release()
@@ -222,13 +222,13 @@ def test_steps_go_on_while_a_checkpoint_is_written(
 def test_a_copy_is_saved_whatever_the_next_steps_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, changed = part_file.write_part, threading.Event()
+    write, changed = write_part, threading.Event()
 
     def late(path: Path, part: CheckpointPart) -> FileRecord:
         assert changed.wait(TIMEOUT_S)
         return write(path, part)
 
-    monkeypatch.setattr(part_file, "write_part", late)
+    monkeypatch.setattr(store, "write_part", late)
 
     def work(world: World) -> None:
         job = make_job(world)
@@ -251,7 +251,7 @@ def test_a_copy_is_saved_whatever_the_next_steps_do(
 def test_a_failure_of_one_rank_ends_all_soon_and_the_checkpoint_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = part_file.write_part
+    write = write_part
 
     def fill_up(path: Path, part: CheckpointPart) -> FileRecord:
         if path.parent.name.endswith("step-00000004") and path.name == "part-00001.safetensors":
@@ -259,7 +259,7 @@ def test_a_failure_of_one_rank_ends_all_soon_and_the_checkpoint_before_stays(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(path, part)
 
-    monkeypatch.setattr(part_file, "write_part", fill_up)
+    monkeypatch.setattr(store, "write_part", fill_up)
 
     def work(world: World) -> list[str]:
         notes = Notes()

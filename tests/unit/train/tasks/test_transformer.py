@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dearmpi.errors import TaskError
-from dearmpi.train.tasks.transformer import (
+from dearmpi.train.tasks.bytes_lm import (
     Transformer,
     TransformerShape,
     generate,
