@@ -23,6 +23,7 @@ from dearmpi.errors import ReplicaMismatchError
 # A learning rate as a number of two bytes: so many per doubling, from 2e-15 to 9e4.
 _PER_DOUBLING, _OF_ONE, _LARGEST = 500, 24500, 2**15 - 1
 _ACTIVE_BYTES = 4  # of a checksum of the buckets that travel
+_NO_GRADIENT, _HAS_GRADIENT, _HAS_UNAVERAGED = range(3)  # the largest over ranks counts
 
 
 class Loads:
@@ -46,13 +47,15 @@ class Loads:
 class Edits:
     """What a script has changed of averaged gradients since the buckets were laid out.
 
-    checksum: of all changes, in their order.
+    checksum: of all changes, in their order. missed: gradients that were no averages yet at a
+        change since the last step, by bucket and slot.
     """
 
     NUM_BYTES = 4
 
     def __init__(self) -> None:
         self.checksum = 0
+        self.missed: set[tuple[int, int]] = set()
 
     def note(self, line: str) -> None:
         """A gradient was changed, as ``line`` describes."""
@@ -94,6 +97,7 @@ class StepAgreement:
     ) -> None:
         self._options = options
         self._missing = [(len(bucket.params), bucket.tracker.missing) for bucket in buckets]
+        self._buckets, self._missed = buckets, frozenset(edits.missed)
         self._num_flags = sum(num for num, _ in self._missing) + len(buckets)
         self._active, self._unfilled = active, unfilled
         self._num_reduced, self._edits, self._loads = num_reduced, edits.packed(), loads.packed()
@@ -104,11 +108,14 @@ class StepAgreement:
         asks for it, of what held when the agreement was made: the main thread has better to do.
         """
         present = bytearray()
-        for num, missing in self._missing:
+        for index, (num, missing) in enumerate(self._missing):
             first = len(present)
-            present += b"\1" * num
+            present += bytes((_HAS_GRADIENT,)) * num
             for slot in missing:
-                present[first + slot] = False
+                present[first + slot] = _NO_GRADIENT
+            for bucket, slot in self._missed:
+                if bucket == index:
+                    present[first + slot] = _HAS_UNAVERAGED
         present += bytes(index in self._unfilled for index in range(len(self._missing)))
         alike = zlib.crc32(str(sorted(self._active)).encode()).to_bytes(_ACTIVE_BYTES, "little")
         alike += bytes([self._num_reduced % 256]) + self._edits + self._loads
@@ -120,6 +127,8 @@ class StepAgreement:
     def answer(self) -> Answer:
         """After the reduction. Raises ReplicaMismatchError if the ranks are not alike."""
         packed = bytes(self.packed[: self._num_flags].tolist())
+        if (missed := packed.find(_HAS_UNAVERAGED)) >= 0:
+            self._refuse_missed(missed)
         largest, of_negatives = self.packed[self._num_flags :].view(2, -1)
         most, least = largest.tolist(), (-of_negatives).tolist()
         if most != least:
@@ -137,6 +146,16 @@ class StepAgreement:
             first += num
         unfilled = packed[first:]
         return Answer(tuple(used), frozenset(i for i, some in enumerate(unfilled) if some))
+
+    def _refuse_missed(self, number: int) -> None:
+        name = [name for bucket in self._buckets for name in bucket.spec.names][number]
+        raise ReplicaMismatchError(
+            "gradients were changed or read before step(), but on some ranks a backward inside "
+            f"no_sync() had left one of {name} that the last backward did not add to, so it was "
+            "not averaged yet; to clip, call optimizer.clip_grad_norm_(), which averages it first; "
+            "a script for DDP needs find_unused_parameters=True, without --gather parameters",
+            code="gradient-not-averaged",
+        )
 
     def _compare_loads(self, most: Sequence[int], least: Sequence[int]) -> None:
         if most[0] != least[0]:

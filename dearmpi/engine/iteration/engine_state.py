@@ -176,6 +176,7 @@ class EngineState:
         self.comm_stream.wait_for_current()  # options may be tensors
         if self.replicas is not None:
             self.replicas.begin()
+        self.edits.missed.clear()
         order = self.schedule.with_last(self.deferred.find())
         iteration.reduce_scatters, iteration.all_gathers = order
         self.iteration = iteration

@@ -57,7 +57,7 @@ class ReducedGradients:
     def whole(self, bucket: int, slot: int) -> Tensor:
         """The whole averaged gradient as it lies in its buffer (collective before the step).
 
-        Raises UsageError within a backward, and for a gradient that is not averaged.
+        Raises UsageError within a backward, and for a gradient that the step has used.
         """
         if self._state.iteration.stepped:
             self._refuse_in_backprop(self._state.buckets[bucket].spec.names[slot])
@@ -145,8 +145,8 @@ class ReducedGradients:
 
         Raises UsageError on all ranks if some have no gradient of a parameter that others have.
         """
-        local = self._find_unsent()
-        self._settle(bucket, slot, refuses_local=False)  # which other ranks may not have
+        unsent = self._find_unsent()
+        self._settle(bucket, slot, notes_unsent=False)  # a norm is collective, and refuses it
         if self._state.joining.is_open:  # where each rank that still trains has all
             whole = self._state.buckets[bucket].gradients.views[slot]
             return float(torch.linalg.vector_norm(whole, norm_type))
@@ -155,7 +155,7 @@ class ReducedGradients:
             self._num_reduced = self._state.num_reduced
         found = self._norms.get(norm_type)
         if found is None or (bucket, slot) not in found:
-            found = self._norms[norm_type] = self._find_norms(norm_type, local)
+            found = self._norms[norm_type] = self._find_norms(norm_type, unsent)
         return found[bucket, slot]
 
     def change(
@@ -217,9 +217,10 @@ class ReducedGradients:
         else:
             self._backprop.wait_reduced()
 
-    def _settle(self, bucket: int, slot: int, *, refuses_local: bool = True) -> None:
+    def _settle(self, bucket: int, slot: int, *, notes_unsent: bool = True) -> None:
         """Wait until the gradients are averaged. Raises UsageError for one that ``step`` has used,
-        and where ranks or backwards do not agree on what there is to be averaged.
+        and inside ``join``. One that stayed local, and that a script takes for an average, the step
+        refuses on all ranks: others may have none to refuse.
         """
         runtime, iteration = self._state.buckets[bucket], self._state.iteration
         self._refuse_in_backprop(runtime.spec.names[slot])
@@ -227,8 +228,8 @@ class ReducedGradients:
             raise usage_errors.clipped_in_join()
         if iteration.stepped or slot not in runtime.tracker.covered:
             raise usage_errors.used_up(runtime.spec.names[slot])
-        if refuses_local and (name := self._find_unsent()):
-            raise usage_errors.still_local(name)
+        if notes_unsent and (place := self._find_unsent()) is not None:
+            self._state.edits.missed.add(place)
         if self._state.joining.is_open:
             self._wait_gathered()
         else:
@@ -278,20 +279,20 @@ class ReducedGradients:
         for index in sorted(self._state.iteration.active):
             self._state.joining.broadcast_changed(self._state.buckets[index].gradients.data)
 
-    def _find_unsent(self) -> str:
-        """The name of a parameter whose gradient of before the last backward is not on its way."""
+    def _find_unsent(self) -> Place | None:
+        """Of a parameter whose gradient of before the last backward is not on its way."""
         if len(self._state.iteration.started) == len(self._state.iteration.active):
-            return ""
+            return None
         for bucket in self._state.buckets:
             for slot in bucket.tracker.expected:
                 grad = bucket.params[slot].grad
                 if grad is not None and grad is not bucket.placeholders[slot]:
-                    return bucket.spec.names[slot]
-        return ""
+                    return bucket.index, slot
+        return None
 
-    def _find_norms(self, norm_type: float, local: str) -> dict[Place, float]:
-        """Norms of all averaged gradients, by bucket and slot (collective). ``local``: the name of
-        one that is not averaged, which torch would take as it is.
+    def _find_norms(self, norm_type: float, unsent: Place | None) -> dict[Place, float]:
+        """Norms of all averaged gradients, by bucket and slot (collective). ``unsent``: one that is
+        not averaged, which torch would take as it is.
         """
         buckets = self._state.buckets
         places = [(b.index, slot) for b in buckets for slot in range(len(b.params))]
@@ -299,7 +300,7 @@ class ReducedGradients:
         own = [parts.get(place, _NOTHING.get(norm_type, 0.0)) for place in places]
         has = [float(slot in buckets[index].tracker.covered) for index, slot in places]
         lacks = [1.0 - flag for flag in has]
-        is_local = [float(buckets[index].spec.names[slot] == local) for index, slot in places]
+        is_local = [float(place == unsent) for place in places]
         # Beside the largest, which MPI promises of numbers alone, NaN is a flag.
         is_nan = [float(math.isnan(part)) for part in own]
         is_largest = math.isinf(norm_type)

@@ -229,13 +229,35 @@ def test_values_clipped_on_some_ranks_only_are_noticed(gather: Any) -> None:
         run_ranks(2, rank)
 
 
+@GATHERS
+def test_values_clipped_beside_a_gradient_local_on_one_rank_are_refused_on_all(gather: Any) -> None:
+    """In the step, where ranks hear of each other; not for gradients that are dropped."""
+
+    def rank(world: World) -> None:
+        model = build()
+        optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, world, gather=gather)
+        features = torch.ones(1, 4, dtype=torch.float64)
+        for is_dropped in (True, False):
+            with optimizer.no_sync():
+                (loss(model, world) if world.rank else model[4](features).sum()).backward()
+            model[4](features).sum().backward()
+            clip_grad_value_(list(model.parameters())[::-1], 0.1)
+            if is_dropped:
+                optimizer.zero_grad()
+        with raises(ReplicaMismatchError, "gradient-not-averaged", "0.weight"):
+            optimizer.step()
+            optimizer.synchronize()
+
+    run_ranks(2, rank)
+
+
 def refuse_a_gradient_of_no_sync(optimizer: Any, model: Any, world: World) -> None:
     with optimizer.no_sync():
         loss(model, world).backward()
     features = torch.ones(1, 4, dtype=torch.float64)
     model[4](features).sum().backward()  # does not reach the other layers
     with raises(UsageError, "gradient-not-averaged", "optimizer.clip_grad_norm_"):
-        clip_grad_value_(list(model.parameters())[::-1], 0.1)
+        clip_grad_norm_(list(model.parameters())[::-1], 0.1)
 
 
 def refuse_what_is_local_on_one_rank(optimizer: Any, model: Any, world: World) -> None:
