@@ -277,6 +277,9 @@ gradient-missing-on-some-ranks
 local-steps-forbid
     A closure, a scaler, `join()` or new parameters were used with local steps.
     Leave it out, as the message says; every rank must take equal numbers of steps.
+optimizer-dropped
+    A backward ran after the last reference to its `DistributedOptimizer` had gone.
+    Keep a reference, or call `close()` first.
 optimizer-copied
     A `DistributedOptimizer` was copied or pickled.
     Save its `state_dict()`.

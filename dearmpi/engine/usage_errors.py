@@ -234,6 +234,14 @@ copied = Misuse(
     code="optimizer-copied",
 )
 
+# Its hooks on the model went with it, those of other ranks perhaps not yet.
+forgotten = Misuse(
+    "backprop has made a gradient of {name}, whose DistributedOptimizer the script has dropped "
+    "without close(): nothing averages it; keep a reference to the optimizer, or call its close() "
+    "on every rank before it is dropped",
+    code="optimizer-dropped",
+)
+
 # The copies that update the buckets have what it was when they were made.
 set_on_optimizer = Misuse(
     "{name} was set on the optimizer after its DistributedOptimizer was made, and would have "

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from torch.autograd.graph import Node
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
+from dearmpi.engine import usage_errors
 from dearmpi.engine.agreement.replicas import Checks
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.bucket.grad_tracker import GradState
@@ -162,6 +164,7 @@ class ModelHooks:
         }
         self._checks = None if engine.state.replicas is None else Checks(model, buckets)
         self._handles: list[RemovableHandle] = []
+        self._ends: list[RemovableHandle] = []  # of what is called once a gradient is there
         self._accumulators: list[Node] = []  # else nothing keeps them, and their hooks, alive
         self._watched: list[tuple[nn.Module, str]] = []
         # Nothing here refers to itself: the buffers would outlive their engine until Python looks.
@@ -185,6 +188,9 @@ class ModelHooks:
         for module, read in reads.items():
             self._watch_table(module, places, pre_forward)
             watch_calls(module, read)
+        # Weakly: what refers to the buckets may refer to this.
+        self._forgotten = finalize(self, _refuse_backprops, self._ends, [ref(b) for b in buckets])
+        self._forgotten.atexit = False
 
     def stepped(self) -> None:
         """A step was taken."""
@@ -195,13 +201,15 @@ class ModelHooks:
         self._compilation.remove()
         if self._checks is not None:
             self._checks.remove()
-        for handle in self._handles:
+        self._forgotten.detach()
+        for handle in (*self._handles, *self._ends):
             handle.remove()
         for module, name in self._watched:
             table = parameter_table(module)
             if isinstance(table, ParameterTable) and table.unwatch(name):
                 replace_parameter_table(module, dict(table))
         self._handles.clear()
+        self._ends.clear()
         self._accumulators.clear()
         self._watched.clear()
 
@@ -216,7 +224,7 @@ class ModelHooks:
         node = torch.autograd.graph.get_gradient_edge(param).node
         self._accumulators.append(node)
         self._handles.append(node.register_prehook(before))
-        self._handles.append(param.register_post_accumulate_grad_hook(after))
+        self._ends.append(param.register_post_accumulate_grad_hook(after))
         param.requires_grad = required
 
     def _watch_table(
@@ -230,6 +238,24 @@ class ModelHooks:
             if param is not None and param in places:
                 table.watch(name, places[param][0], pre_forward, self._wrappers)
                 self._watched.append((module, name))
+
+
+def _refuse_backprops(
+    ends: Sequence[RemovableHandle], buckets: Sequence[ReferenceType[BucketRuntime]]
+) -> None:
+    """Nothing would take a placeholder away before autograd adds to it."""
+    for handle in ends:
+        handle.remove()
+    for bucket in filter(None, (found() for found in buckets)):
+        for slot in bucket.kept_slots():
+            bucket.params[slot].grad = None
+        for param, name in zip(bucket.params, bucket.spec.names, strict=True):
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(partial(_refuse_backprop, name))
+
+
+def _refuse_backprop(name: str, _: Any) -> NoReturn:
+    raise usage_errors.forgotten(name)
 
 
 def _name_of(module: nn.Module, read: Sequence[BucketRuntime]) -> str:

@@ -14,12 +14,14 @@ from torch import nn
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
-from dearmpi.errors import ConfigError
+from dearmpi.engine.iteration import hooks
+from dearmpi.errors import ConfigError, UsageError
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
 from tests.mpi.oracle import Case, Training, batch, cut
 from tests.unit.engine.same_as_alone import assert_same_as_alone
+from tests.unit.engine.stage import wait_for
 
 
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
@@ -213,6 +215,39 @@ def test_what_is_forgotten_on_several_ranks_is_still_to_be_closed() -> None:
         gc.collect()
         with raises(ConfigError, "parameter-taken", "call close()"):
             wrap(model, model, world)
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("is_stepped", [True, False])
+def test_a_backward_without_the_optimizer_that_would_average_it_is_refused(
+    is_stepped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would add to a placeholder, which has no memory."""
+    dropped: list[None] = []
+    refuse = hooks._refuse_backprops
+
+    def note(*args: Any) -> None:
+        refuse(*args)
+        dropped.append(None)
+
+    monkeypatch.setattr(hooks, "_refuse_backprops", note)
+
+    def rank(world: World) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = wrap(model, model, world)
+        model(torch.ones(1, 3)).sum().backward()
+        if is_stepped:
+            optimizer.step()
+        del optimizer
+
+        def is_over() -> bool:
+            gc.collect()  # which does nothing while another thread is at it
+            return len(dropped) == world.size
+
+        wait_for(is_over, "the end of what both ranks dropped")
+        with raises(UsageError, "optimizer-dropped", "close()"):
+            model(torch.ones(1, 3))[0, :1].backward()
 
     run_ranks(2, rank)
 
