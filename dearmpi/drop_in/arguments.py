@@ -101,9 +101,17 @@ def check(world: World, given: Mapping[str, Any]) -> None:
 
 
 def _check_group(world: World, group: Any) -> None:
-    if group is None or not distributed.is_initialized():
+    if not distributed.is_initialized():
         return
-    if (size := distributed.get_world_size(group)) != world.size:
+    size = distributed.get_world_size()
+    if size != world.size:
+        raise ArgumentError(
+            f"torch.distributed has {size} ranks, but DistributedDataParallel averages over all "
+            f"{world.size} of the job; call init_process_group() with no rank and world_size, or "
+            "with those of RANK and WORLD_SIZE",
+            code="ddp-not-served",
+        )
+    if group is not None and (size := distributed.get_world_size(group)) != world.size:
         raise ArgumentError(
             f"DistributedDataParallel got a process_group of {size} ranks, but averages over all "
             f"{world.size} of the job; leave it out, or start a job for each model",

@@ -25,6 +25,7 @@ from dearmpi import World
 from dearmpi.config import CommDtype, Compress, EngineConfig, Gather, ScheduleName
 from dearmpi.drop_in.served_optimizer import KnownOptimizers
 from dearmpi.drop_in.serving import Chosen
+from dearmpi.drop_in.spawning import spawn
 from dearmpi.drop_in.wrapper import DistributedDataParallel
 from dearmpi.errors import ConfigError, DearError, LaunchError
 
@@ -187,7 +188,7 @@ def _free_port() -> int:
 
 
 def replace_in_torch() -> None:
-    """Have scripts find dearmpi's classes where they look for torch's, or have done so."""
+    """Have scripts find what is dearmpi's where they look for torch's, or have done so."""
     for places, name, replacement in (
         (
             ("torch.nn.parallel", "torch.nn.parallel.distributed"),
@@ -204,6 +205,7 @@ def replace_in_torch() -> None:
             "ZeroRedundancyOptimizer",
             ZeroRedundancyOptimizer,
         ),
+        (("torch.multiprocessing",), "spawn", spawn),
     ):
         torchs = getattr(import_module(places[0]), name)
         for place in places:
@@ -212,7 +214,7 @@ def replace_in_torch() -> None:
             _replace_in_loaded(torchs, replacement)
 
 
-def _replace_in_loaded(torchs: type, replacement: type) -> None:
+def _replace_in_loaded(torchs: object, replacement: object) -> None:
     """In modules that have imported the name before; torch's own need what they hold."""
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("torch", "dearmpi"):

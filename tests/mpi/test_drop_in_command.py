@@ -185,3 +185,73 @@ def test_a_script_serves_itself_and_keeps_what_it_has_chosen(tmp_path: Path) -> 
     script.write_text(SERVES_ITSELF)
     ended = run_job(forked([sys.executable, str(script)]), ranks=2, limit_s=120)
     assert ended.returncode == 0, ended.output
+
+
+SPAWNS = """
+import os, socket, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def train(rank, size, address):
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    model = DDP(nn.Linear(2, 1, bias=False).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((1, 2), rank, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    line = f"trained {rank} {total.item():g} {os.environ['MASTER_PORT'] == address[-5:]}"
+    print(line + "\\n", end="", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    size, port = int(sys.argv[1]), free_port()
+    os.environ["MASTER_PORT"] = str(port)
+    mp.spawn(train, args=(size, f"tcp://127.0.0.1:{port:05}"), nprocs=size, join=True)
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_stand_for_the_processes_that_a_script_spawns(size: int, tmp_path: Path) -> None:
+    """They take the address that one process would have chosen, with a free port."""
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNS)
+    command = [sys.executable, "-m", "dearmpi", str(script), str(size)]
+    ended = run_job(forked(command), ranks=2, limit_s=90.0)
+    if size == 2:
+        assert ended.returncode == 0, ended.output
+        lines = sorted(line for line in ended.output.splitlines() if line.startswith("trained"))
+        assert lines == ["trained 0 3 True", "trained 1 3 True"], ended.output
+    else:
+        assert ended.returncode != 0 and "trained" not in ended.output
+        assert "spawns 3 processes" in ended.output and "mpirun -n 3" in ended.output
+
+
+GROUP_OF_ONE = """
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+"""
+
+
+def test_a_group_of_other_ranks_than_the_jobs_is_refused(tmp_path: Path) -> None:
+    """What the script reduces by itself would not be over the ranks that train together."""
+    (tmp_path / "train.py").write_text(GROUP_OF_ONE)
+    command = [sys.executable, "-m", "dearmpi", str(tmp_path / "train.py")]
+    ended = run_job(forked(command), ranks=2, limit_s=90.0)
+    assert ended.returncode != 0
+    assert "torch.distributed has 1 ranks" in ended.output, ended.output
