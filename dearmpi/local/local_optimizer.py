@@ -108,7 +108,7 @@ class LocalOptimizer(LocalSaving):
         config = choose_config(config, compress, inner)
         refuse_synchronized(model)
         super().__init__(inner.param_groups, inner.defaults)
-        self._optimizer, self._model = inner, model
+        self._optimizer = inner
         self.world = choose_world(world)
         given = f"LocalOptimizer({sync_every=}, {outer_lr=}, {outer_momentum=}, {fragments=}, "
         given += f"{delay=}, {mix=}, compress={config.compress!r}, {sync_after=}, {state=})"

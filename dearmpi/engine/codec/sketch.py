@@ -114,14 +114,10 @@ class SketchReduce(NonzeroReduce):
         *,
         can_send: bool,
     ) -> Iterator[Request]:
-        own, width = collectives.rank, outlook.width
-        rows, unit = data.view(self._size, -1), self._unit(outlook)
-        held_flags, held_cells = self._take_flags(), self._take_cells(NUM_TABLES * width)
-        flags = held_flags[: self._size * self._num_blocks].view(self._size, -1).zero_()
-        cells = held_cells[: self._size * NUM_TABLES * width * BLOCK].zero_()
-        cells = cells.view(self._size, -1, BLOCK)
+        own, rows = collectives.rank, data.view(self._size, -1)
+        held, flags, cells = self._take_sketches(outlook.width)
+        unit, seed = self._unit(outlook), self._index * FAR_APART + outlook.turn
         kept: list[tuple[Tensor, Tensor]] = []
-        seed = self._index * FAR_APART + outlook.turn
         if can_send:
             for row, flagged, sketch in zip(rows, flags, cells, strict=True):
                 mark(row, None, flagged)
@@ -158,15 +154,17 @@ class SketchReduce(NonzeroReduce):
             assert sums is not None
             shard = self._feedback.hold(rows, own, _NOTHING)
             self._unpack(sums.double().mul_(unit).to(data.dtype), blocks, shard)
-        self._scratch.give_back(held_flags)
-        self._scratch.give_back(held_cells)
+        for buffer in held:
+            self._scratch.give_back(buffer)
         self._expect(table, int(table[:, 2].max()), turn=outlook.turn + 1)
 
-    def _take_cells(self, num: int) -> Tensor:
-        """Room for ``num`` cells of each shard; scratch memory."""
+    def _take_sketches(self, width: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Scratch memory; the flags and the cells in it, by shard, all zero."""
+        numel = self._size * NUM_TABLES * width * BLOCK
         like = torch.empty(0, dtype=torch.int32, device="cpu")
-        held: Tensor = self._scratch.take(like, self._size * num * BLOCK)
-        return held
+        held = [self._take_flags(), self._scratch.take(like, numel)]
+        flags = held[0][: self._size * self._num_blocks].view(self._size, -1)
+        return held, flags.zero_(), held[1][:numel].zero_().view(self._size, -1, BLOCK)
 
     def _encode(
         self, row: Tensor, flagged: Tensor, sketch: Tensor, *, unit: float, seed: int

@@ -386,12 +386,10 @@ def build_updates(
         for index, group in enumerate(optimizer.param_groups)
         for param in group["params"]
     }
-    on_host = config.update_on == "host"
+    on_host, size = config.update_on == "host", buckets[0].spec.world_size
     lossy = [b for b in buckets if b.shown is not None and config.is_lossy]
     compressed = [name for b in lossy for name in b.spec.names]
-    masters = MasterRule.chosen_by(
-        config, world_size=buckets[0].spec.world_size, compressed=compressed
-    )
+    masters = MasterRule.chosen_by(config, world_size=size, compressed=compressed)
     updates: Updates
     if config.gather == "gradients":
         updates = [
