@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ from dearmpi.comm.algorithms.scratch import Scratch
 from dearmpi.comm.api.collectives import Collectives, Request
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.residual import ErrorFeedback
-from dearmpi.engine.codec.sparse import FAR_APART, Segment, SparseReduce
+from dearmpi.engine.codec.sparse import FAR_APART, Segment, Selector, SparseReduce
 
 _PIECE = 1 << 16  # elements at once: their magnitudes stay in a core's cache
 ALIGNMENT = 64  # bytes
 INDEX_BYTES = 4
 _MOST_CANDIDATES = 6  # times those wanted; beyond, a threshold is looked for anew
-LOWERED = 0.85  # of the last step's threshold, so that enough elements lie above it
+_LOWERED = 0.85  # of the last step's threshold, so that enough elements lie above it
 _NUM_SIZES, _LARGEST_SIZE = 64, 24  # powers of two by which magnitudes are counted
 COUNTS_BYTES = 4 * _NUM_SIZES
 _COUNTED = 1 << 16  # elements of a sample, about
@@ -34,120 +34,55 @@ BLOCK = 1024  # elements at most
 _NUM_PROJECTIONS = 2
 
 
-class TopElements(SparseReduce):
-    """The largest elements of each shard, of each rank its own.
+class LargestElements(Selector):
+    """The largest magnitudes."""
 
-    Own coordinates suit a reduce-scatter: an owner adds what arrives wherever it lies, while one
-    choice for all would cost an exchange before. Every rank sends each owner as many values and
-    indexes.
-    """
+    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
+        super().__init__(index, shards)
+        self._thresholds: dict[tuple[int, int, int], float] = {}
 
-    def __init__(
-        self,
-        bucket: BucketRuntime,
-        algorithms: CollectiveAlgorithms,
-        scratch: Scratch,
-        *,
-        density: float,
-        feedback: ErrorFeedback,
-        shares: ModelShares | None = None,
-    ) -> None:
-        """As ``SparseReduce``. ``shares``: by which a step's number of elements goes; None: by
-        ``density`` alone.
-        """
-        super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
-        spec = bucket.spec
-        self._thresholds = [0.0] * spec.world_size
-        self._shares = shares
-        if shares is not None:
-            shares.add(self.index, usual=self.num_sent, most=self.numel)
-        self._lay_out(self.num_sent, spec.itemsize)
-        self._steady_bytes = self.sparse_bytes
+    def resize(self, num: int) -> None:
+        """Choose ``num`` of each segment from now on."""
+        self.shards = [[replace(one, num=num) for one in shard] for shard in self.shards]
+        self.num = num
 
-    def _lay_out(self, num: int, itemsize: int) -> None:
-        """A message of ``num`` elements: values, flags, their places, and magnitudes by size."""
-        self.num_sent, self._num_values = num, num + self.num_flags
-        self._counted_at = self._num_values * itemsize + num * INDEX_BYTES
-        unaligned = self._counted_at + (0 if self._shares is None else COUNTS_BYTES)
-        self._num_bytes = -(-unaligned // ALIGNMENT) * ALIGNMENT
-        self.sparse_bytes = (self._size - 1) * self._num_bytes
-
-    @property
-    def steady_bytes(self) -> int:
-        """Of a bucket whose share of the model's largest is the usual one."""
-        return self._steady_bytes
-
-    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
-        """Learn how many elements are sent in this step."""
-        if self._shares is not None:
-            self._lay_out(self._shares.of(self.index, step), bucket.spec.itemsize)
-        return super().start(bucket, collectives, step)
-
-    def reduce(
-        self, rows: Tensor, collectives: Collectives, *, finite: bool
-    ) -> Generator[Request, None, float]:
-        """Encode and exchange at once, since operations in flight are told apart by their order;
-        add in the order of ranks when the parts have come.
-        """
-        size, each, own = len(rows), self._num_bytes, collectives.rank
-        message = torch.empty(0, dtype=torch.uint8, device="cpu")
-        held = [self.scratch.take(message, size * each) for _ in range(2)]
-        sent, arrived = (buffer[: size * each].view(size, -1) for buffer in held)
-        places = torch.empty(size, self.num_sent, dtype=torch.int64, device="cpu")
-        own_flag = self.feedback.flag
-        for rank, row in enumerate(rows):
-            values, indexes = self._parts(sent[rank], rows.dtype)
-            if finite:
-                places[rank] = self._choose(row, rank)
-                torch.index_select(row, 0, places[rank], out=values[: self.num_sent])
-                values[self.num_sent :] = own_flag
-            else:
-                places[rank] = torch.arange(self.num_sent, device="cpu")
-                values.fill_(math.nan)
-            indexes.copy_(places[rank])
-        if self._shares is not None:
-            self._counts(sent).copy_(count_magnitudes(rows.view(-1), finite=finite))
-        yield collectives.start_exchange(sent.view(-1), arrived.view(-1))
-        arrived[own] = sent[own]
-        total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
-        flag = 0.0
-        for part in arrived:
-            values, indexes = self._parts(part, rows.dtype)
-            total.index_add_(0, indexes, values[: self.num_sent])
-            flag += float(values[self.num_sent :].sum())
-        if self._shares is not None:
-            self._shares.note(self.index, self._counts(arrived).sum(0) / size**2)
-        for buffer in held:
-            self.scratch.give_back(buffer)
-        return flag
-
-    def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
-        """Begin with the usual shares, as a resumed run does."""
-        if self._shares is not None:
-            self._shares.reset()
-        return super().start_settling(bucket, collectives)
-
-    def forget(self) -> None:
-        """Begin anew."""
-        if self._shares is not None:
-            self._shares.reset()
-        super().forget()
-
-    def _parts(self, message: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Values with the flag behind them, and the places in the shard as int32."""
-        end = self._num_values * dtype.itemsize
-        indexes = message[end : end + self.num_sent * INDEX_BYTES]
-        return message[:end].view(dtype), indexes.view(torch.int32)
-
-    def _counts(self, messages: Tensor) -> Tensor:
-        """Of each rank's message, how many magnitudes its whole bucket has of each size."""
-        counts = messages[:, self._counted_at : self._counted_at + COUNTS_BYTES]
-        return counts.view(torch.float32)
-
-    def _choose(self, row: Tensor, rank: int) -> Tensor:
-        places, least = largest(row, self.num_sent, self._thresholds[rank])
-        self._thresholds[rank] = LOWERED * least
+    def choose_in(
+        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
+    ) -> Tensor:
+        """As ``largest`` does."""
+        places, least = largest(values, segment.num, self._thresholds.get(key, 0.0))
+        self._thresholds[key] = _LOWERED * least
         return places
+
+
+class HeaviestBlocks(Selector):
+    """The blocks of the largest norms, of one length everywhere."""
+
+    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
+        self.block = block_length(shards)
+        self._length = max(one.stop for shard in shards for one in shard)
+        in_blocks = [[replace(one, num=self._share(one)) for one in shard] for shard in shards]
+        super().__init__(index, in_blocks)
+
+    def choose(self, row: Tensor, shard: int, *, rank: int, turn: int) -> Tensor:
+        """A segment shorter than a block is sent with what lies beside it."""
+        chosen = super().choose(row, shard, rank=rank, turn=turn)
+        return chosen.clamp_(max=self._length - self.block).sort().values
+
+    def choose_in(
+        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
+    ) -> Tensor:
+        """The last block reaches back over the one before where the length asks for it."""
+        padding = self._num_in(segment) * self.block - len(values)
+        blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, self.block)
+        chosen = blocks.square().sum(1).topk(segment.num).indices.sort().values
+        return (chosen * self.block).clamp_(max=max(0, len(values) - self.block))
+
+    def _share(self, segment: Segment) -> int:
+        return min(-(-segment.num // self.block), self._num_in(segment))
+
+    def _num_in(self, segment: Segment) -> int:
+        return -(-(segment.stop - segment.start) // self.block)
 
 
 def largest(row: Tensor, num: int, threshold: float = 0.0) -> tuple[Tensor, float]:
@@ -279,12 +214,11 @@ class TopBlocks(SparseReduce):
         *,
         density: float,
         feedback: ErrorFeedback,
-        shards: Sequence[Sequence[Segment]] | None = None,
+        shards: Sequence[Sequence[Segment]],
     ) -> None:
-        """As ``SparseReduce``. ``shards``: of what a share is sent, by shard; None: of all."""
+        """As ``SparseReduce``. ``shards``: of what a share is sent, by shard."""
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
         spec, width = bucket.spec, bucket.spec.itemsize
-        shards = shards or [[Segment(0, self.numel, self.num_sent)]] * spec.world_size
         self._block = block_length(shards)
         self._shards = [[self._cut(one) for one in shard] for shard in shards]
         num_blocks, self._num_chosen = (

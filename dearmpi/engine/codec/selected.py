@@ -1,21 +1,18 @@
-"""Sparse codecs for choices of coordinates other than the usual ones of a kind.
+"""Sparse codecs whose coordinates a selector chooses: shared or own, of shards or of parameters.
 
 Settings of "Sparse Communication for Training Deep Networks" (arXiv 2009.09271). Coordinates are
 shared, and values are added up as a short bucket; or each rank has its own, and owners add what is
 exchanged. A share is sent of each shard, or of each parameter. Largest elements
 that all ranks send are those of the shard's owner, which alone tells the others.
 
-``sparse_reduces`` chooses the sparse codec of a bucket by kind, coordinates and scope, the usual
-ones included.
+``sparse_reduces`` chooses the sparse codec of a bucket by kind, coordinates and scope.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,114 +25,30 @@ from dearmpi.config import DEFAULT_DENSITY, EngineConfig
 from dearmpi.engine.bucket.bucket import BucketRuntime
 from dearmpi.engine.codec.largest import (
     ALIGNMENT,
+    COUNTS_BYTES,
     INDEX_BYTES,
-    LOWERED,
+    HeaviestBlocks,
+    LargestElements,
     ModelShares,
     TopBlocks,
-    TopElements,
-    block_length,
-    largest,
+    count_magnitudes,
 )
 from dearmpi.engine.codec.residual import ErrorFeedback, GradientEstimate
 from dearmpi.engine.codec.sparse import (
     RandomBlocks,
     RandomElements,
     Segment,
+    Selector,
     SparseReduce,
     segments_of,
 )
 
-_USUAL: Mapping[str, type[SparseReduce]] = {
+_AT_ONCE: Mapping[str, type[SparseReduce]] = {  # the same of all shards, for less time
     "random-block": RandomBlocks,
     "random-k": RandomElements,
-    "topk": TopElements,
-    "block-topk": TopBlocks,
 }
 
 _ALL_RANKS = -1  # in place of a rank, where all choose alike
-
-
-class Selector(ABC):
-    """Chooses coordinates of a shard, in whole blocks.
-
-    block: elements of one. is_told: whether what is chosen has to travel, since it does not follow
-    from the step. num: blocks of each shard; what a shard has fewer repeats its last one.
-    """
-
-    block = 1
-    is_told = True
-
-    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
-        """``index``: of the bucket."""
-        self.index, self.shards = index, shards
-        self.num = max(1, *(sum(one.num for one in shard) for shard in shards))
-
-    def choose(self, row: Tensor, shard: int, *, rank: int, turn: int) -> Tensor:
-        """First elements of the blocks that ``rank`` sends of its ``row`` for ``shard`` in step
-        ``turn``; ascending, [num].
-        """
-        parts = [
-            one.start + self.choose_in(row[one.start : one.stop], one, (shard, number, rank), turn)
-            for number, one in enumerate(self.shards[shard])
-        ]
-        chosen = torch.cat([*parts, torch.zeros(int(not parts), dtype=torch.int64, device="cpu")])
-        return torch.cat([chosen, chosen[-1:].expand(self.num - len(chosen))])
-
-    @abstractmethod
-    def choose_in(
-        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
-    ) -> Tensor:
-        """The same within one segment, of which no other has the ``key``."""
-
-    def weights(self, shard: int) -> Tensor | float:
-        """By what to multiply sums, so that their mean over many steps is right; [num]."""
-        return 1.0
-
-
-class LargestElements(Selector):
-    """The largest magnitudes."""
-
-    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
-        super().__init__(index, shards)
-        self._thresholds: dict[tuple[int, int, int], float] = {}
-
-    def choose_in(
-        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
-    ) -> Tensor:
-        """As ``largest`` does."""
-        places, least = largest(values, segment.num, self._thresholds.get(key, 0.0))
-        self._thresholds[key] = LOWERED * least
-        return places
-
-
-class HeaviestBlocks(Selector):
-    """The blocks of the largest norms, of one length everywhere."""
-
-    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
-        self.block = block_length(shards)
-        self._length = max(one.stop for shard in shards for one in shard)
-        in_blocks = [[replace(one, num=self._share(one)) for one in shard] for shard in shards]
-        super().__init__(index, in_blocks)
-
-    def choose(self, row: Tensor, shard: int, *, rank: int, turn: int) -> Tensor:
-        """A segment shorter than a block is sent with what lies beside it."""
-        chosen = super().choose(row, shard, rank=rank, turn=turn)
-        return chosen.clamp_(max=self._length - self.block).sort().values
-
-    def choose_in(
-        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
-    ) -> Tensor:
-        """The last block reaches back over the one before where the length asks for it."""
-        padding = self._num_in(segment) * self.block - len(values)
-        blocks = torch.nn.functional.pad(values, (0, padding)).view(-1, self.block)
-        chosen = blocks.square().sum(1).topk(segment.num).indices.sort().values
-        return (chosen * self.block).clamp_(max=max(0, len(values) - self.block))
-
-    def _share(self, segment: Segment) -> int:
-        return min(-(-segment.num // self.block), self._num_in(segment))
-
-    def _num_in(self, segment: Segment) -> int:
-        return -(-(segment.stop - segment.start) // self.block)
 
 
 class DrawnElements(Selector):
@@ -159,10 +72,10 @@ class DrawnElements(Selector):
         drawn = torch.rand(segment.num, generator=generator, dtype=torch.float64, device="cpu")
         return first + (drawn * width).long()
 
-    def weights(self, shard: int) -> Tensor | float:
+    def weights(self, shard: int) -> Tensor | None:
         """How many elements there are for each that is sent."""
         if not self._scales:
-            return 1.0
+            return None
         found = [one for one in self.shards[shard] for _ in range(one.num)]
         parts = [(one.stop - one.start) / one.num for one in found]
         parts += [1.0] * (self.num - len(parts))
@@ -194,9 +107,13 @@ class BlocksInTurn(Selector):
 
 
 class SelectedReduce(SparseReduce):
-    """The sum of what a selector chooses. alignment: of a message for one rank, in bytes."""
+    """The sum of what a selector chooses.
+
+    alignment, more_bytes: of a message for one rank, behind values, flags and indexes; in bytes.
+    """
 
     alignment = 1
+    more_bytes = 0
 
     def __init__(
         self,
@@ -210,11 +127,16 @@ class SelectedReduce(SparseReduce):
     ) -> None:
         """As ``SparseReduce``."""
         super().__init__(bucket, algorithms, scratch, density=density, feedback=feedback)
-        self.selector, self.num_sent = selector, selector.num * selector.block
-        self._num_values = self.num_sent + self.num_flags
-        self._value_bytes = self._num_values * bucket.spec.itemsize
+        self.selector = selector
+        self.lay_out(bucket.spec.itemsize)
+
+    def lay_out(self, itemsize: int) -> None:
+        """Messages for what the selector chooses from now on, of elements of ``itemsize`` bytes."""
+        selector = self.selector
+        self.num_sent = selector.num * selector.block
+        self._value_bytes = (self.num_sent + self.num_flags) * itemsize
         self._index_bytes = selector.num * INDEX_BYTES if selector.is_told else 0
-        unaligned = self._value_bytes + self._index_bytes
+        unaligned = self._value_bytes + self._index_bytes + self.more_bytes
         self._num_bytes = -(-unaligned // self.alignment) * self.alignment
         self.sparse_bytes = (self._size - 1) * self._num_bytes
 
@@ -230,6 +152,8 @@ class SelectedReduce(SparseReduce):
 
     def elements(self, blocks: Tensor) -> Tensor:
         """Of blocks, whose first ones are given, [..., num] to [..., num_sent]."""
+        if self.selector.block == 1:
+            return blocks
         within = torch.arange(self.selector.block, device="cpu")
         return (blocks[..., None] + within).flatten(-2)
 
@@ -260,14 +184,20 @@ class SharedReduce(SelectedReduce):
 
 
 class OwnReduce(SelectedReduce):
-    """Each rank sends elements of its own, which their owner adds in the order of ranks."""
+    """Each rank sends elements of its own, which their owner adds in the order of ranks.
+
+    Own coordinates suit a reduce-scatter: an owner adds what arrives wherever it lies, while one
+    choice for all would cost an exchange before.
+    """
 
     alignment = ALIGNMENT
 
     def reduce(
         self, rows: Tensor, collectives: Collectives, *, finite: bool
     ) -> Generator[Request, None, float]:
-        """Encode and exchange at once; add when the parts have come."""
+        """Encode and exchange at once, since operations in flight are told apart by their order;
+        add when the parts have come.
+        """
         size, each, own = len(rows), self._num_bytes, collectives.rank
         message = torch.empty(0, dtype=torch.uint8, device="cpu")
         held = [self.scratch.take(message, size * each) for _ in range(2)]
@@ -278,27 +208,37 @@ class OwnReduce(SelectedReduce):
             values = self._values(part, rows.dtype)
             if finite:
                 torch.index_select(row, 0, chosen, out=values[: self.num_sent])
-                values[: self.num_sent][_repeats(chosen)] = 0.0
+                if (repeats := _repeats(chosen)) is not None:
+                    values[: self.num_sent][repeats] = 0.0
                 values[self.num_sent :] = own_flag
             else:
                 values.fill_(math.nan)
             if self.selector.is_told:
                 self._indexes(part).copy_(first)
+        self.add_more(rows, sent, finite=finite)
         yield collectives.start_exchange(sent.view(-1), arrived.view(-1))
         arrived[own] = sent[own]
         total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
         flag, weights = 0.0, self.selector.weights(own)
         for rank, part in enumerate(arrived):
             if self.selector.is_told:
-                chosen = self._indexes(part).long()
+                chosen = self._indexes(part)
             else:
                 chosen = self.selector.choose(total, own, rank=rank, turn=self.turn)
             values = self._values(part, rows.dtype)
-            total.index_add_(0, self.elements(chosen), values[: self.num_sent] * weights)
+            sums = values[: self.num_sent]
+            total.index_add_(0, self.elements(chosen), sums if weights is None else sums * weights)
             flag += float(values[self.num_sent :].sum())
+        self.take_more(arrived)
         for buffer in held:
             self.scratch.give_back(buffer)
         return flag
+
+    def add_more(self, rows: Tensor, sent: Tensor, *, finite: bool) -> None:
+        """Write what else is ``sent`` of ``rows``, in messages by rank."""
+
+    def take_more(self, arrived: Tensor) -> None:
+        """Read what else has ``arrived``, in messages by rank."""
 
     def _values(self, message: Tensor, dtype: torch.dtype) -> Tensor:
         """With the flag behind them."""
@@ -310,8 +250,70 @@ class OwnReduce(SelectedReduce):
         return message[self._value_bytes : end].view(torch.int32)
 
 
-def _repeats(places: Tensor) -> Tensor:
-    """Flags of those that have come before among ascending ``places``, some of which step back."""
+class LargestOfModel(OwnReduce):
+    """The largest elements of a whole model: how many are of this bucket follows from the step."""
+
+    more_bytes = COUNTS_BYTES
+    selector: LargestElements
+
+    def __init__(
+        self,
+        bucket: BucketRuntime,
+        algorithms: CollectiveAlgorithms,
+        scratch: Scratch,
+        *,
+        density: float,
+        feedback: ErrorFeedback,
+        selector: LargestElements,
+        shares: ModelShares,
+    ) -> None:
+        """As ``SparseReduce``. ``shares``: of all buckets."""
+        super().__init__(
+            bucket, algorithms, scratch, density=density, feedback=feedback, selector=selector
+        )
+        self._shares, self._steady_bytes = shares, self.sparse_bytes
+        shares.add(self.index, usual=self.num_sent, most=self.numel)
+
+    @property
+    def steady_bytes(self) -> int:
+        """Of a bucket whose share of the model's largest is the usual one."""
+        return self._steady_bytes
+
+    def start(self, bucket: BucketRuntime, collectives: Collectives, step: int) -> Request:
+        """Learn how many elements are sent in this step."""
+        self.selector.resize(self._shares.of(self.index, step))
+        self.lay_out(bucket.spec.itemsize)
+        return super().start(bucket, collectives, step)
+
+    def add_more(self, rows: Tensor, sent: Tensor, *, finite: bool) -> None:
+        """Of this rank, how many magnitudes its whole bucket has of each size."""
+        self._counts(sent).copy_(count_magnitudes(rows.view(-1), finite=finite))
+
+    def take_more(self, arrived: Tensor) -> None:
+        """The same of all ranks, by which later steps go."""
+        self._shares.note(self.index, self._counts(arrived).sum(0) / len(arrived) ** 2)
+
+    def start_settling(self, bucket: BucketRuntime, collectives: Collectives) -> Request:
+        """Begin with the usual shares, as a resumed run does."""
+        self._shares.reset()
+        return super().start_settling(bucket, collectives)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._shares.reset()
+        super().forget()
+
+    def _counts(self, messages: Tensor) -> Tensor:
+        start = self._value_bytes + self._index_bytes
+        return messages[:, start : start + COUNTS_BYTES].view(torch.float32)
+
+
+def _repeats(places: Tensor) -> Tensor | None:
+    """Flags of those that have come before among ascending ``places``, some of which step back;
+    None where all ascend.
+    """
+    if not bool((places[1:] <= places[:-1]).any()):
+        return None
     flags = torch.zeros(len(places), dtype=torch.bool, device="cpu")
     flags[1:] = places[1:] <= places.cummax(0).values[:-1]
     return flags
@@ -354,17 +356,23 @@ def _reduce_of(
     if choice == "ef21":
         feedback = GradientEstimate(size)
     density, kind = config.density or DEFAULT_DENSITY, config.compress
-    if config.scope == "model":
-        return TopElements(
-            bucket, algorithms, scratch, density=density, feedback=feedback, shares=shares
-        )
-    if config.has_usual_coordinates:
-        usual = _USUAL[kind]
-        return usual(bucket, algorithms, scratch, density=density, feedback=feedback)
+    if config.has_usual_coordinates and kind in _AT_ONCE:
+        reduce = _AT_ONCE[kind]
+        return reduce(bucket, algorithms, scratch, density=density, feedback=feedback)
     shards = segments_of(bucket, density=density, scope=config.scope or "bucket")
     if kind == "block-topk" and config.sent_coordinates == "shared":
         return TopBlocks(
             bucket, algorithms, scratch, density=density, feedback=feedback, shards=shards
+        )
+    if config.scope == "model":
+        return LargestOfModel(
+            bucket,
+            algorithms,
+            scratch,
+            density=density,
+            feedback=feedback,
+            selector=LargestElements(bucket.index, shards),
+            shares=shares,
         )
     selector = selector_of(kind, bucket.index, shards, scales=not feedback.keeps)
     carrier = OwnReduce if config.sent_coordinates == "own" else SharedReduce

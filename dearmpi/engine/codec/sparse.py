@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -56,6 +56,48 @@ def segments_of(bucket: BucketRuntime, *, density: float, scope: Scope) -> list[
             ]
         )
     return shards
+
+
+class Selector(ABC):
+    """Chooses coordinates of a shard, in whole blocks.
+
+    block: elements of one. is_told: whether what is chosen has to travel, since it does not follow
+    from the step. num: blocks of each shard; what a shard has fewer repeats its last one.
+    """
+
+    block = 1
+    is_told = True
+
+    def __init__(self, index: int, shards: Sequence[Sequence[Segment]]) -> None:
+        """``index``: of the bucket."""
+        self.index, self.shards = index, shards
+        self.num = max(1, *(sum(one.num for one in shard) for shard in shards))
+
+    def choose(self, row: Tensor, shard: int, *, rank: int, turn: int) -> Tensor:
+        """First elements of the blocks that ``rank`` sends of its ``row`` for ``shard`` in step
+        ``turn``; ascending, [num].
+        """
+        parts = [
+            one.start + self.choose_in(row[one.start : one.stop], one, (shard, number, rank), turn)
+            for number, one in enumerate(self.shards[shard])
+        ]
+        parts = parts or [torch.zeros(1, dtype=torch.int64, device="cpu")]
+        num_missing = self.num - sum(map(len, parts))
+        if num_missing:
+            parts.append(parts[-1][-1:].expand(num_missing))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    @abstractmethod
+    def choose_in(
+        self, values: Tensor, segment: Segment, key: tuple[int, int, int], turn: int
+    ) -> Tensor:
+        """The same within one segment, of which no other has the ``key``."""
+
+    def weights(self, shard: int) -> Tensor | None:
+        """By what to multiply sums, so that their mean over many steps is right; [num]. None: they
+        stay as they are.
+        """
+        return None
 
 
 class SparseReduce(StatelessCodec):
@@ -125,13 +167,13 @@ class SparseReduce(StatelessCodec):
         collectives: Collectives,
         *,
         finite: bool,
-        weights: Tensor | float = 1.0,
+        weights: Tensor | None = None,
         reserved: AbstractContextManager[None] | None = None,
     ) -> Generator[Request, None, float]:
         """Reduce the elements at ``places``, the same on all ranks, as a short bucket; returns as
         ``reduce`` does.
 
-        places: by shard, [size, number]. weights: by what to multiply the sums. reserved: a place
+        places: by shard, [size, number]. weights: as of a ``Selector``. reserved: a place
         in the order of operations; None: the next one.
         """
         (size, num), own = places.shape, collectives.rank
@@ -146,7 +188,8 @@ class SparseReduce(StatelessCodec):
             request = self.algorithm.start_reduce_scatter(room.view(-1), collectives)
         yield request
         total = self.feedback.hold(rows, own, (torch.arange(size)[:, None], places))
-        total[places[own]] = room[own, :num] * weights
+        sums = room[own, :num]
+        total[places[own]] = sums if weights is None else sums.mul_(weights)
         flag = float(room[own, -1]) if self.num_flags else 0.0
         self.scratch.give_back(held)
         return flag
