@@ -25,7 +25,6 @@ from dearmpi.comm.progress.channel import Channel
 from dearmpi.comm.world import World
 from dearmpi.config import EngineConfig, ReduceScatter, WireDtype
 from dearmpi.device.comm_stream import compute_on_one_core
-from dearmpi.errors import ConfigError
 from dearmpi.grid import Grid
 from dearmpi.plan.model.cost import LinkModel
 from dearmpi.plan.model.profile import ModelProfile
@@ -126,12 +125,8 @@ def measure_collectives(
     sizes_mb: of the whole buffer, in millions of bytes. Times are those of the slowest rank.
     wire_dtype: in what to send the fp32 buffers. topology: also on its grid, beside what a
     calibration predicts for fp32: that of the file, or one made here.
-    Raises ConfigError for one rank, and as ``measured_grid`` does.
+    There are two ranks at least. Raises ConfigError as ``measured_grid`` does.
     """
-    if world.size == 1:
-        raise ConfigError(
-            "one rank has no collectives; start several with mpirun", code="one-rank-only"
-        )
     grid = None
     if topology != "flat":
         grid = measured_grid(world, EngineConfig(topology=topology))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -278,13 +279,8 @@ def _iterate(entrant: Entrant, loss: Callable[[nn.Module], Tensor]) -> MeasuredI
 
 def _evened(iterations: Sequence[MeasuredIteration]) -> list[MeasuredIteration]:
     """The mean of all in the place of each: a median would leave out what few of them do."""
-    num = len(iterations)
-    mean = MeasuredIteration(
-        sum(one.feed_forward_s for one in iterations) / num,
-        sum(one.backprop_s for one in iterations) / num,
-        sum(one.step_s for one in iterations) / num,
-    )
-    return [mean] * num
+    parts = zip(*((i.feed_forward_s, i.backprop_s, i.step_s) for i in iterations), strict=True)
+    return [MeasuredIteration(*map(statistics.fmean, parts))] * len(iterations)
 
 
 def _average(

@@ -96,7 +96,7 @@ ADDRESS_CURE = "set MASTER_ADDR to an address of rank 0's host that the others c
 _LOOPBACK = "127.0.0.1"
 _CHUNK = bytes(1 << 18)
 _PATIENCE_S = 30.0
-_NUM_STRETCHES = 3
+_NUM_STRETCHES, _STRETCH_S = 3, 1.0
 
 
 def root_address(one_host: bool) -> str:
@@ -124,9 +124,9 @@ def root_address(one_host: bool) -> str:
     return address
 
 
-def measure_wire(world: World, *, seconds: float = 1.0) -> float:
+def measure_wire(world: World) -> float:
     """Bits per second that a rank, of another host if there is one, can send to rank 0
-    (collective; at least 2 ranks): the median of some stretches of ``seconds``, after a first one
+    (collective; at least 2 ranks): the median of some stretches of a second, after a first one
     that is left out, since a new connection carries less at its beginning.
 
     Raises AgreedError where rank 0 cannot be reached.
@@ -144,9 +144,9 @@ def measure_wire(world: World, *, seconds: float = 1.0) -> float:
         try:
             if server is not None:
                 with server:
-                    rate = _receive(server, seconds)
+                    rate = _receive(server)
             elif world.rank == (others or [1])[0]:
-                _send((host, int(port)), (1 + _NUM_STRETCHES) * seconds)
+                _send((host, int(port)), (1 + _NUM_STRETCHES) * _STRETCH_S)
         except OSError as error:
             raise ConfigError(
                 f"a plain TCP stream to rank 0 at {host}, port {port}: {error}; {ADDRESS_CURE}",
@@ -167,7 +167,7 @@ def _listen(address: str) -> socket.socket:
     return server
 
 
-def _receive(server: socket.socket, seconds: float) -> float:
+def _receive(server: socket.socket) -> float:
     connection, _ = server.accept()
     rates = []
     with connection:
@@ -176,12 +176,12 @@ def _receive(server: socket.socket, seconds: float) -> float:
         while data := connection.recv(4 * len(_CHUNK)):
             total += len(data)
             took = time.perf_counter() - start
-            if took >= seconds:
+            if took >= _STRETCH_S:
                 rates.append(8 * total / took)
                 start, total = start + took, 0
     if len(rates) < 2:
         raise ConfigError(
-            f"the stream to rank 0 ended after {len(rates)} stretches of {seconds} s",
+            f"the stream to rank 0 ended after {len(rates)} stretches of {_STRETCH_S} s",
             code="address-not-reached",
         )
     return statistics.median(rates[1:])

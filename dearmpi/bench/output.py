@@ -13,6 +13,7 @@ import torch
 
 import dearmpi
 from dearmpi.bench.collective_times import CollectivesResult
+from dearmpi.bench.own_methods import OURS
 from dearmpi.bench.result import Bounds, Result, Row, quartiles
 from dearmpi.report.draw import svg
 from dearmpi.report.draw.shape import DASHES, Axis, Box, Label, Line, Picture, Shape, text_width
@@ -142,9 +143,8 @@ def _cells(result: Result, row: Row, bounds: Bounds | None, unit: TimeUnit) -> t
 _WIDTH, _RIGHT, _GAP = 728, 74, 8
 _TOP, _STEP, _BAR, _BOTTOM = 60, 30, 18, 24
 _LEAST = 300  # pixels of the longest bar, however long the labels
-_OURS, _OTHER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
+_OWN, _OTHER, _PLAIN, _BOUND = "first", "backprop", "plain", "lost-text"
 _NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
-_OUR_NAMES = ("serial", "wfbp", "dear", "planned", "bayes", "local")
 
 
 def draw(result: Result) -> str:
@@ -191,7 +191,7 @@ def _draw_row(row: Row, top: float, axis: Axis, unit: TimeUnit, *, is_alone: boo
     shapes: list[Shape] = [Label(axis.start - _GAP, middle + 4, row.name, "end")]
     if not row.blocks:
         return [*shapes, Label(axis.start + 6, middle + 4, "failed", colour=_BOUND)]
-    colour = _OURS if row.label.partition(":")[0] in _OUR_NAMES else _OTHER
+    colour = _OWN if row.label.partition(":")[0] in OURS else _OTHER
     end = axis.place(row.median_s)
     low, high = (axis.place(value) for value in quartiles(row.totals()))
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import cycle
@@ -103,12 +103,7 @@ class ReplayedModel:
             return self._problem_of_sparse(model, num_steps, density)
         if progress is not None:
             return self._problem_of_progress(model, progress, _MOST_QUANTIZED.get(compress, 0.0))
-        num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
-        for name, param in model.named_parameters():
-            if not param.requires_grad:
-                continue
-            num_uses = num_uses_of.get(name, 1)
-            gradient = num_uses * self._scale * (1 + self.world_size) / 2
+        for name, param, gradient in self._gradients(model):
             expected = -_LEARNING_RATE * gradient * num_steps
             part = min(_TOLERANCE, 0.5 / num_steps)  # less than a step too few
             part = max(part, _MOST_QUANTIZED.get(compress, 0.0))
@@ -122,15 +117,19 @@ class ReplayedModel:
                     return f"{name} is {value:.6g} after {num_steps} steps, not {expected:.6g}"
         return ""
 
+    def _gradients(self, model: nn.Module) -> Iterator[tuple[str, nn.Parameter, float]]:
+        """What ``model`` trains, by name, and of each the mean over ranks of its gradient."""
+        num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                num_uses = num_uses_of.get(name, 1)
+                yield name, param, num_uses * self._scale * (1 + self.world_size) / 2
+
     def _problem_of_progress(
         self, model: nn.Module, progress: tuple[float, float], part: float
     ) -> str:
         """Both ends of every parameter must lie between what the two numbers of steps make."""
-        num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
-        for name, param in model.named_parameters():
-            if not param.requires_grad:
-                continue
-            gradient = num_uses_of.get(name, 1) * self._scale * (1 + self.world_size) / 2
+        for name, param, gradient in self._gradients(model):
             most = _LEARNING_RATE * gradient * progress[1] * max(_TOLERANCE, part)
             low, high = (_LEARNING_RATE * gradient * steps for steps in progress)
             for value in param.detach().flatten()[[0, -1]].tolist() if param.numel() else ():
@@ -142,13 +141,10 @@ class ReplayedModel:
         """A turn brings all that has gathered since an element's last one, or since the start."""
         num_turns = min(num_steps, math.ceil(1 / density))
         least = _LEAST_SPARSE * (1 - num_turns / num_steps * (1 - density * (num_turns + 1) / 2))
-        num_uses_of = Counter(name for layer in self.profile.workload.layers for name in layer.used)
         done = whole = 0.0
-        for name, param in model.named_parameters():
-            if param.requires_grad:
-                gradient = num_uses_of.get(name, 1) * self._scale * (1 + self.world_size) / 2
-                done -= float(param.detach().double().sum())
-                whole += _LEARNING_RATE * gradient * num_steps * param.numel()
+        for _, param, gradient in self._gradients(model):
+            done -= float(param.detach().double().sum())
+            whole += _LEARNING_RATE * gradient * num_steps * param.numel()
         if least * whole <= done <= (1 + _TOLERANCE) * whole:
             return ""
         return f"parameters have come {done / whole:.3g} of their way, not {least:.3g} to 1"

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,10 +114,6 @@ class Console:
                 print(line, file=out)
             self._draw(out, self._live)
             out.flush()
-
-    def say_all(self, lines: Iterable[str]) -> None:
-        """Print each of ``lines``."""
-        self.say(*lines)
 
     def show(self, *parts: str) -> None:
         """Replace the live line by as many of ``parts``, the first ones, as fit on it, as often as

@@ -81,7 +81,10 @@ class ConsoleListener:
         lines = [f"plan: {plan.describe()}", *describe_other_version("the plan", plan.version)]
         if self.job.optimizer.plan_pause is not None:
             lines.append(describe_pause(self.job.optimizer.plan_pause))
-        self.console.say_all(lines)
+        self._say_and_log(*lines)
+
+    def _say_and_log(self, *lines: str) -> None:
+        self.console.say(*lines)
         for line in lines:
             logging.getLogger("dearmpi").info(line)
 
@@ -92,9 +95,7 @@ class ConsoleListener:
         lines = [f"bucket cap {trial.cap_bytes / MIB:.3g} MiB: {trial.seconds:.4g} s per step"]
         if self.cap_search.best is not None:
             lines.append(f"bucket cap from here on: {self.cap_search.best.cap_bytes / MIB:.3g} MiB")
-        self.console.say_all(lines)
-        for line in lines:
-            logging.getLogger("dearmpi").info(line)
+        self._say_and_log(*lines)
 
     def _tell_shares(self, step: int) -> None:
         """Say how ranks share batches from here on, if that has changed."""
@@ -103,8 +104,7 @@ class ConsoleListener:
             return
         self._weights = batches.shares.weights
         line = f"after step {step}, {describe_shares(batches)}"
-        self.console.say(line)
-        logging.getLogger("dearmpi").info(line)
+        self._say_and_log(line)
 
     def measured(self, row: MetricsRow) -> None:
         """Write a row; say it in a line."""
@@ -134,8 +134,7 @@ class ConsoleListener:
             f"{duration(checkpoint_s)}, and {self.job.world.size} rank(s) fail every "
             f"{duration(3600 * (self.job.settings.mtbf_hours or 0) / self.job.world.size)}"
         )
-        self.console.say(line)
-        logging.getLogger("dearmpi").info(line)
+        self._say_and_log(line)
 
     def _rest(self, step: int) -> list[str]:
         """How long it will go on, with steps as fast as since the row before, and as long between

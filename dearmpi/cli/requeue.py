@@ -38,7 +38,8 @@ def requeue(command: tuple[str, ...]) -> int:
       dear-train requeue mpirun -n 8 dear-train run --name a --resume auto
     """
     with _ignoring_warnings():
-        code = run_forwarding(command)
+        with WarningSignals() as warnings:
+            code = warnings.run(command)
         if code == EXIT_PREEMPTED:
             complain(put_back(os.environ))
     return code
@@ -48,7 +49,7 @@ def requeue(command: tuple[str, ...]) -> int:
 def _ignoring_warnings() -> Iterator[None]:
     """Inside, warnings end neither this process nor the commands of SLURM that put the job back: at
     the time limit SLURM sends SIGTERM to all that the job runs. COMMAND is no such child:
-    ``run_forwarding`` starts it with the usual handling of both.
+    ``WarningSignals`` has the usual handling of both.
     """
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _WARNINGS}
     try:
@@ -102,15 +103,6 @@ class WarningSignals:
         self.came = True
         if self._child is not None:
             self._child.send_signal(signal.SIGUSR1)
-
-
-def run_forwarding(command: Sequence[str]) -> int:
-    """Run ``command``, with warnings passed on; returns its exit code as a shell would see it.
-
-    Raises ConfigError where it cannot be started.
-    """
-    with WarningSignals() as warnings:
-        return warnings.run(command)
 
 
 def put_back(environment: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ def report(run: Path, out: Path | None) -> None:
     written = write_report(folder.path, out or folder.path)
     console = Console(speaks=True)
     console.say(UNMEASURED if written.verdict is None else written.verdict.sentence)
-    console.say_all(f"note: {note}" for note in written.notes)
+    console.say(*(f"note: {note}" for note in written.notes))
     console.say(f"wrote {written.page}")
     if written.pictures:
         console.say(f"wrote {len(written.pictures)} pictures in {written.pictures[0].parent}")
@@ -48,7 +48,7 @@ def runs(root: Path) -> None:
     from dearmpi.report.draw.units import align
     from dearmpi.train.run.run_summary import table_of_runs
 
-    Console(speaks=True, needed=True).say_all(align(table_of_runs(root)))
+    Console(speaks=True, needed=True).say(*align(table_of_runs(root)))
 
 
 @click.command()
@@ -60,7 +60,7 @@ def compare(run_folders: tuple[Path, ...]) -> None:
 
     if len(run_folders) < 2:
         raise click.UsageError("give the folders of two runs or more")
-    Console(speaks=True, needed=True).say_all(align(table_of_differences(run_folders)))
+    Console(speaks=True, needed=True).say(*align(table_of_differences(run_folders)))
 
 
 @click.group()
@@ -112,7 +112,7 @@ def show(path: Path) -> None:
     rows = describe_runs(path)
     table = align([row[:-1] for row in rows])
     lines = [f"{line}  {row[-1]}".rstrip() for line, row in zip(table, rows, strict=True)]
-    Console(speaks=True, needed=True).say_all(lines or describe(path))
+    Console(speaks=True, needed=True).say(*(lines or describe(path)))
 
 
 @checkpoint.command()

@@ -40,9 +40,9 @@ def run_session(
 ) -> int:
     """Run to the end or to a stop (collective); returns the exit code."""
     console = Console(speaks=world.is_root, launched=world.size > 1)
-    console.say_all(describe_overruled(sources))  # even if the run is then refused
+    console.say(*describe_overruled(sources))  # even if the run is then refused
     session = open_session(world, sources)
-    console.say_all(session.notes)
+    console.say(*session.notes)
     with own_folder(session, command) as folder:
         return _run(session, folder, console, stop, log)
 
@@ -53,15 +53,15 @@ def _run(
     world, job = session.job.world, session.job
     with together(world):
         log.open(folder.log(world.rank), session.describe_rank())
-    console.say_all(describe_start(job, session.threads, session.device, folder.path))
+    console.say(*describe_start(job, session.threads, session.device, folder.path))
     outcome = _train(session, folder, console, stop)
-    console.say_all(describe_outcome(job, outcome, folder.path))
+    console.say(*describe_outcome(job, outcome, folder.path))
     if outcome.stopped:
         number, max_time_s = stop.agreed(world), job.settings.max_time_s
         console.say(describe_stop(number, max_time_s, folder=folder.path))
         return EXIT_PREEMPTED
     if world.is_root and job.task.summarize is not None:
-        console.say_all(job.task.summarize(job.evaluated_model))
+        console.say(*job.task.summarize(job.evaluated_model))
     return 0
 
 

@@ -189,28 +189,26 @@ def prepare(
         if isinstance(batches, Batches):
             _check_passes(batches, task, total_steps)
         else:
-            stream = StreamReader(task.train_data, batches)
-            _resume_stream(stream, batches, snapshot)
+            stream = _open_stream(task, batches, snapshot)
             task = replace(task, train_data=cast("Any", stream))
         average = _fill_model(task, settings, snapshot)
         prepare_blocks(task.model, settings)
         scaler = _scaler(device_of_model(task.model), settings, snapshot)
         callbacks = find_callbacks(task, settings.callback)
         loading = open_loader(task, name=settings.task, num_workers=settings.workers)
-        evaluated = task if average is None else replace(task, model=average.model)
-        evaluator = _evaluator(settings, evaluated, batches, loading)
+        evaluator = _evaluator(settings, task, average, batches, loading)
         inner = choice.build_for(task.model, settings.no_decay)
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
     start_step = 0 if snapshot is None else snapshot.step
     optimizer: DistributedOptimizer | LocalOptimizer
-    followed = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
-    if not settings.trains_alone:
-        optimizer = _distribute(inner, task, world, settings, plan=followed, state=state)
+    plan = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
+    if settings.trains_alone:
+        optimizer = _train_alone(inner, task, world, settings, snapshot=snapshot, state=state)
+    else:
+        optimizer = _distribute(inner, task, world, settings, plan=plan, state=state)
         if scaler is not None and settings.engine().keeps_unsent:
             optimizer.follow_loss_scale(scaler.get_scale)
-    else:
-        optimizer = _train_alone(inner, task, world, settings, snapshot=snapshot, state=state)
     with together(world):
         continue_random_state(world, snapshot, settings.seed, start_step)
     return Job(
@@ -253,14 +251,16 @@ def _check_stream(settings: RunSettings, task: Task) -> None:
         )
 
 
-def _resume_stream(stream: StreamReader, batches: StreamBatches, snapshot: Snapshot | None) -> None:
-    """Go on after the samples of the run that wrote ``snapshot``."""
+def _open_stream(task: Task, batches: StreamBatches, snapshot: Snapshot | None) -> StreamReader:
+    """The samples of ``task``, after those of the run that wrote ``snapshot``."""
+    stream = StreamReader(task.train_data, batches)
     if snapshot is None:
-        return
+        return stream
     epoch, step = snapshot.meta["epoch"], snapshot.meta["step_in_epoch"]
     batches.epoch, batches.first_step = epoch, snapshot.step - step
     if snapshot.meta["stream"] is not None:
         stream.resume(epoch, step, snapshot.meta["stream"])
+    return stream
 
 
 def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
@@ -478,10 +478,17 @@ def _optimizer_state(
 
 
 def _evaluator(
-    settings: RunSettings, task: Task, batches: Batches | StreamBatches, loading: BatchLoader
+    settings: RunSettings,
+    task: Task,
+    average: Average | None,
+    batches: Batches | StreamBatches,
+    loading: BatchLoader,
 ) -> Evaluator | None:
+    """What measures the model, or its ``average`` where one is kept, on held-out samples."""
     if task.eval_data is None:
         return None
+    if average is not None:
+        task = replace(task, model=average.model)
     share = batches.world_size * batches.micro_batches
     names = probe_metrics(task, settings.precision)
     check_names(names)

@@ -206,7 +206,7 @@ class _Losses:
     goes_back: whether they have a backprop. Their values count in metrics either way.
     """
 
-    def __init__(self, *, goes_back: bool = True) -> None:
+    def __init__(self, *, goes_back: bool) -> None:
         self._goes_back = goes_back
         self._last: tuple[Tensor, float] | None = None
         self._all: list[tuple[Tensor, float]] = []

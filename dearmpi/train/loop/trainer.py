@@ -154,7 +154,7 @@ class Trainer:
             model.train()
         self._last = take_step(self._job, self._step)
         self._count_skip(self._last)
-        num_samples = self._samples_of_step()
+        num_samples = self._job.batches.samples_of(self._step)  # which is not counted yet
         self._steps.end(
             self._last.loss,
             num_samples=num_samples,
@@ -172,10 +172,6 @@ class Trainer:
         self._listener.saved(checkpoint)
         self._fit.checkpoint = checkpoint
         self._callbacks.call("on_checkpoint_saved")
-
-    def _samples_of_step(self) -> int:
-        """Samples of the step just taken, which is not counted yet, over all ranks."""
-        return self._job.batches.samples_of(self._step)
 
     def _count_skip(self, result: StepResult) -> None:
         self._skips_in_a_row = self._skips_in_a_row + 1 if result.skipped else 0

@@ -39,24 +39,7 @@ class RunSettings(RunChoices):
         self._check_checkpoints()
         self.stall_limits()
         self.engine()
-        if self.deterministic and self.reduce_scatter == "auto":
-            raise ConfigError(
-                "deterministic needs a fixed reduce_scatter: with auto, timing chooses the "
-                "order of summation; use ring, native or exchange",
-                code="settings-contradict",
-            )
-        if self.deterministic and self.topology == "auto":
-            raise ConfigError(
-                "deterministic needs a fixed topology: with auto, timing chooses the order of "
-                "summation; use flat or hosts",
-                code="settings-contradict",
-            )
-        if self.deterministic and self.plan in PLANNING:
-            raise ConfigError(
-                f"deterministic needs a fixed plan: with {self.plan}, timing chooses the "
-                "buckets and the order of summation; use none, or the file of a plan",
-                code="settings-contradict",
-            )
+        self._check_deterministic()
         if self.compress == "auto":
             self._check_choice_of_codec()
         if self.plan == "bayes" and self.bucket_cap_mb is not None:
@@ -70,6 +53,22 @@ class RunSettings(RunChoices):
                 "data is given twice, as --data and as --task-option data=; give one of them",
                 code="given-twice",
             )
+
+    def _check_deterministic(self) -> None:
+        """Raise ConfigError for settings that let timing choose the order of summation."""
+        if not self.deterministic:
+            return
+        for name, left_open, chosen, cure in (
+            ("reduce_scatter", ("auto",), "", "ring, native or exchange"),
+            ("topology", ("auto",), "", "flat or hosts"),
+            ("plan", PLANNING, "the buckets and ", "none, or the file of a plan"),
+        ):
+            if (value := getattr(self, name)) in left_open:
+                raise ConfigError(
+                    f"deterministic needs a fixed {name}: with {value}, timing chooses {chosen}"
+                    f"the order of summation; use {cure}",
+                    code="settings-contradict",
+                )
 
     def _check_checkpoints(self) -> None:
         if self.checkpoint_interval != "auto":
@@ -224,26 +223,8 @@ class RunSettings(RunChoices):
         The trainer sets the learning rate before backprop, so a bucket may be updated once it is
         reduced.
         """
-        return EngineConfig(
-            schedule=self.schedule,
-            gather=self.gather,
-            shards=self.shards,
-            bucket_cap_mb=self.bucket_cap_mb,
-            reduce_scatter=self.reduce_scatter,
-            topology=self.topology,
-            comm_dtype=self.comm_dtype,
-            compress=self.compress,
-            density=self.density,
-            error_feedback=self.error_feedback,
-            scope=self.scope,
-            coordinates=self.coordinates,
-            compress_after=self.compress_after,
-            powersgd_rank=self.powersgd_rank,
-            cuda_buffers=self.cuda_buffers,
-            update_on=self.update_on,
-            window=self.window,
-            eager=self.updates_early,
-        )
+        chosen = {f.name: getattr(self, f.name) for f in fields(EngineConfig) if f.name in SETTINGS}
+        return EngineConfig(**chosen, eager=self.updates_early)
 
     def as_plain(self) -> dict[str, Any]:
         """What was chosen, as plain data that a config file can hold; without the run's place and

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dearmpi.cli.main import main
-from dearmpi.cli.requeue import EXIT_PREEMPTED, run_forwarding
+from dearmpi.cli.requeue import EXIT_PREEMPTED, WarningSignals
 from dearmpi.train.ranks import stop
 from tests.stand_in import stand_in
 
@@ -148,5 +148,6 @@ def test_the_time_limit_does_not_end_what_puts_the_job_back(slurm: Path) -> None
 
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
-    assert run_forwarding(["true"]) == 0
+    with WarningSignals() as warnings:
+        assert warnings.run(["true"]) == 0
     assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)] == before
