@@ -209,16 +209,7 @@ def share_batch(
     own = json.dumps([batch_size, shares if isinstance(shares, str) else weights, weights])
     gathered = world.all_gather_text(json.dumps([own, float(seconds)]))
     asked, times = zip(*map(json.loads, gathered), strict=True)
-    for rank, text in enumerate(asked):
-        if text != asked[0]:
-            size, given, _ = json.loads(asked[0])
-            other_size, other_given, _ = json.loads(text)
-            raise MismatchError(
-                f"rank 0 on {world.hosts[0]} shares a batch of {size} by {given}, and rank {rank} "
-                f"on {world.hosts[rank]} one of {other_size} by {other_given}; give the same on "
-                "all ranks",
-                code="ranks-built-differently",
-            )
+    _check_alike(world.hosts, asked)
     if batch_size < world.size:
         raise ConfigError(
             f"batch_size is {batch_size} samples for {world.size} ranks, each of which needs one; "
@@ -237,6 +228,20 @@ def share_batch(
     if tuple(chosen) == share.sizes:
         return share
     return BatchShare(world.rank, tuple(chosen), tuple(map(float, chosen)))
+
+
+def _check_alike(hosts: Sequence[str], asked: Sequence[str]) -> None:
+    """Raise MismatchError where a rank asks for another batch or other shares than rank 0."""
+    for rank, text in enumerate(asked):
+        if text != asked[0]:
+            size, given, _ = json.loads(asked[0])
+            other_size, other_given, _ = json.loads(text)
+            raise MismatchError(
+                f"rank 0 on {hosts[0]} shares a batch of {size} by {given}, and rank {rank} "
+                f"on {hosts[rank]} one of {other_size} by {other_given}; give the same on "
+                "all ranks",
+                code="ranks-built-differently",
+            )
 
 
 def _check_types(batch_size: object, shares: object) -> None:

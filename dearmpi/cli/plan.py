@@ -121,8 +121,7 @@ def plan(
     check_picture(picture_path)
     config = EngineConfig(comm_dtype=comm_dtype, gather=gather, compress=compress, density=density)
     console = Console(speaks=True, needed=True)
-    profile = read_profile(profile_path)
-    calibration = read_calibration(calibration_path)
+    profile, calibration = read_profile(profile_path), read_calibration(calibration_path)
     if calibration.flaw is not None:
         raise MeasurementError(f"{calibration_path}: {calibration.flaw}", code="measurement-flawed")
     costs = _costs(calibration, world_size)

@@ -112,15 +112,7 @@ def describe_start(
         f"{settings.lr_schedule}; {settings.precision}",
     ]
     if world.size > 1:
-        num_buckets = len(job.optimizer.layout)
-        lines.append(
-            f"communication: schedule {job.optimizer.schedule.name}, gather {settings.gather}, "
-            f"reduce-scatter {settings.reduce_scatter}, "
-            f"{_describe_topology(job)}"
-            f"{count_text(num_buckets, 'bucket')}, {_describe_compression(job)}"
-            f"progress by {world.progress.mode}; exposed: share of step time spent waiting for it; "
-            "hidden: share of it that computation covered"
-        )
+        lines.append(_describe_communication(job))
     if job.local is not None:
         lines.append(_describe_local(job.local, settings.algorithm or "diloco"))
     lines.extend(_describe_planning(job))
@@ -138,6 +130,17 @@ def describe_start(
     if job.start_step:
         lines.append(f"resumed at step {job.start_step}{_describe_rest(job)}")
     return [*lines, f"run folder: {folder}"]
+
+
+def _describe_communication(job: Job) -> str:
+    settings, optimizer = job.settings, job.optimizer
+    return (
+        f"communication: schedule {optimizer.schedule.name}, gather {settings.gather}, "
+        f"reduce-scatter {settings.reduce_scatter}, {_describe_topology(job)}"
+        f"{count_text(len(optimizer.layout), 'bucket')}, {_describe_compression(job)}"
+        f"progress by {job.world.progress.mode}; exposed: share of step time spent waiting for it; "
+        "hidden: share of it that computation covered"
+    )
 
 
 def _describe_compression(job: Job) -> str:

@@ -149,6 +149,13 @@ def find_location(chosen: Mapping[str, Any], *, default_root: str) -> RunLocatio
         return _new(
             RunLocation(root, name, checkpoint, notes=notes, begun_from=checkpoint.absolute())
         )
+    return _continue(chosen, root, checkpoint, notes)
+
+
+def _continue(
+    chosen: Mapping[str, Any], root: Path, checkpoint: Path, notes: tuple[str, ...]
+) -> RunLocation:
+    """The run that wrote ``checkpoint``. Raises ConfigError where it is in no run of ``root``."""
     # Only a link to a checkpoint is followed: what else is one may be there on rank 0's host alone.
     own = checkpoint.resolve() if checkpoint.is_symlink() else checkpoint.absolute()
     if not belongs_to_run(own):

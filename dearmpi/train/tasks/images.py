@@ -67,18 +67,7 @@ def build_images(options: Mapping[str, str]) -> Task:
     """The task; see ImagesOptions. Raises TaskError for options and a missing Pillow, DataError
     for folders without classes or pictures.
     """
-    if "data" not in options:
-        raise TaskError(
-            f"task {NAME} needs a folder with one folder per class: --data FOLDER",
-            code="file-missing",
-        )
-    chosen = read_options(ImagesOptions, options, task=NAME)
-    if "val_fraction" in options and _is_divided(Path(chosen.data)):
-        raise TaskError(
-            f"task {NAME}: option val_fraction has no effect, since {chosen.data} has a folder "
-            "val; leave it out",
-            code="setting-without-effect",
-        )
+    chosen = _read_options(options)
     import_extra("PIL.Image", library="Pillow", extra="images", needed_by=f"task {NAME}")
     root = Path(chosen.data)
     classes, train, held_out = _scan(root, chosen)
@@ -107,6 +96,22 @@ def build_images(options: Mapping[str, str]) -> Task:
             "max_grad_norm": 1.0,
         },
     )
+
+
+def _read_options(options: Mapping[str, str]) -> ImagesOptions:
+    if "data" not in options:
+        raise TaskError(
+            f"task {NAME} needs a folder with one folder per class: --data FOLDER",
+            code="file-missing",
+        )
+    chosen = read_options(ImagesOptions, options, task=NAME)
+    if "val_fraction" in options and _is_divided(Path(chosen.data)):
+        raise TaskError(
+            f"task {NAME}: option val_fraction has no effect, since {chosen.data} has a folder "
+            "val; leave it out",
+            code="setting-without-effect",
+        )
+    return chosen
 
 
 def read_picture(path: Path, size: int) -> Tensor:
