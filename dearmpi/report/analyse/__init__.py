@@ -1,3 +1,3 @@
 """What a recorded iteration means: exposed communication, figures, and the planner's view of it.
-Begin with `exposure`. May import read.
+Begin with `figures`. May import read.
 """

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from html import escape
 
 from dearmpi.report.analyse.figures import Figures
-from dearmpi.report.analyse.step_parts import SEEN
 from dearmpi.report.draw import svg
 from dearmpi.report.draw.shape import Picture
 from dearmpi.report.draw.units import digits, share_text, time_text
-from dearmpi.report.page.limit import UNMEASURED, Verdict
+from dearmpi.report.page.limit import SEEN, UNMEASURED, Verdict
 from dearmpi.report.read.recording import total
 from dearmpi.report.read.run_files import RunRecord
 from dearmpi.span import Track

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from dearmpi.errors import ConfigError
 from dearmpi.report.analyse.figures import measure
-from dearmpi.report.analyse.step_parts import gains_of, part_step
 from dearmpi.report.draw import png
 from dearmpi.report.page.html import WIDE, Section, draw_page
-from dearmpi.report.page.limit import Verdict, judge
+from dearmpi.report.page.limit import Verdict, gains_of, judge, part_step
 from dearmpi.report.page.sections import (
     course_sections,
     overlap_sections,

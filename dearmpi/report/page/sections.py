@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 
 from dearmpi.config import EngineConfig
 from dearmpi.plan.data.schedule import Conduct
-from dearmpi.report.analyse.exposure import BucketTime
-from dearmpi.report.analyse.figures import Figures, exposure_of, least_waiting_of
+from dearmpi.report.analyse.figures import BucketTime, Figures, exposure_of, least_waiting_of
 from dearmpi.report.analyse.replica import Replica, conduct_of, replica_spans, replicate
-from dearmpi.report.analyse.step_parts import SEEN, Change, StepGain, part_step, typical_rank
 from dearmpi.report.draw.charts import (
     Bar,
     Series,
@@ -24,6 +22,7 @@ from dearmpi.report.draw.shape import Key, Picture
 from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
 from dearmpi.report.draw.units import digits, share_text, size_text, time_text, time_unit
 from dearmpi.report.page.html import Section
+from dearmpi.report.page.limit import SEEN, Change, StepGain, part_step, typical_rank
 from dearmpi.report.read.recording import Window, total, union
 from dearmpi.report.read.run_files import HistoryRow, RunRecord
 from dearmpi.span import Track

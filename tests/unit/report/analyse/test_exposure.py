@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dearmpi.report.analyse.exposure import measure_exposure, shared_wait
+from dearmpi.report.analyse.figures import measure_exposure, shared_wait
 from dearmpi.report.read.recording import Recording, Window, spans_by_window, subtract, total, union
 from dearmpi.span import Span, Track
 

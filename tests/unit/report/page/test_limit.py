@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dearmpi.report.analyse.figures import Figures, RankFigures
-from dearmpi.report.analyse.step_parts import Change, StepGain
-from dearmpi.report.page.limit import Limit, judge
+from dearmpi.report.page.limit import Change, Limit, StepGain, judge
 from dearmpi.report.read.pace import WORTH
 
 EVEN = (RankFigures(0, "n0", 1.0, 0.05), RankFigures(1, "n1", 1.0, 0.06))

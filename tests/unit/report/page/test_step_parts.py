@@ -10,8 +10,7 @@ import pytest
 
 from dearmpi.report.analyse.figures import Figures, RankFigures, measure
 from dearmpi.report.analyse.replica import conduct_of, replicate
-from dearmpi.report.analyse.step_parts import Change, gains_of, part_step, typical_rank
-from dearmpi.report.page.limit import Limit, judge
+from dearmpi.report.page.limit import Change, Limit, gains_of, judge, part_step, typical_rank
 from dearmpi.report.read.recording import record
 from dearmpi.report.read.run_files import read_history
 from dearmpi.report.read.trace import read_traces
