@@ -17,6 +17,7 @@ from dearmpi.cli.flags import (
     engine_option,
     given_flags,
     refuse_useless,
+    topology_option,
     write,
     write_file,
 )
@@ -110,11 +111,7 @@ class Contents:
     metavar="LIST",
     help="sizes for --collectives, in millions of bytes",
 )
-@click.option(
-    "--topology",
-    default="flat",
-    show_default=True,
-    metavar="TOPOLOGY",
+@topology_option(
     help="with --collectives: also by dimensions, measured and predicted: hosts, sizes such as 2x2 "
     "or 2x2/1x1, or a .json file; methods take it as dear:topology=hosts",
 )

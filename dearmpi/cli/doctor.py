@@ -14,7 +14,7 @@ import click
 
 from dearmpi.cli.console import Console
 from dearmpi.cli.endings import complain, end_run, is_first_process, process_name, rank_log
-from dearmpi.cli.flags import check_writable, write_file
+from dearmpi.cli.flags import PATH, check_writable, write_file
 from dearmpi.comm.process import is_launched
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _STANDARD_OUTPUT = Path("-")
 @click.command()
 @click.option(
     "--run-folder",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="ROOT",
     help="the folder in which runs are to be kept; default: that of dear-train run",
 )

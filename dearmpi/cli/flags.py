@@ -156,6 +156,13 @@ def density_option() -> Callable[[FC], FC]:
     )
 
 
+def topology_option(*, help: str) -> Callable[[FC], FC]:
+    """``--topology``, flat unless given."""
+    return click.option(
+        "--topology", default="flat", show_default=True, metavar="TOPOLOGY", help=help
+    )
+
+
 def given_flags(context: click.Context) -> set[str]:
     """The names of what stands on the command line."""
     return {
@@ -183,6 +190,7 @@ class _File(click.Path):
 
 
 OUT = _File(path_type=Path)
+PATH = click.Path(path_type=Path)
 
 
 def check_place(world: World, *paths: Path | None) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,7 @@ from dearmpi.cli.flags import (
     density_option,
     engine_option,
     setting_options,
+    topology_option,
     write,
 )
 from dearmpi.cli.run import carry_out_together, read_sources
@@ -53,21 +54,10 @@ _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone 
 )
 @engine_option("compress", help="also measure what compression sends and computes")
 @density_option()
-@click.option(
-    "--topology",
-    default="flat",
-    show_default=True,
-    metavar="TOPOLOGY",
+@topology_option(
     help="also measure each dimension: hosts, sizes such as 2x2, or a .json file of racks",
 )
-def calibrate(
-    out: Path | None,
-    reduce_scatter: ReduceScatter,
-    seconds: float,
-    compress: Compress,
-    density: float | None,
-    topology: str,
-) -> int:
+def calibrate(**given: Any) -> int:
     """Measure what reduce-scatters and all-gathers cost between the ranks of this job, alone and
     with two in flight, and fit alpha + beta * bytes to it:
 
@@ -78,47 +68,57 @@ def calibrate(
     A plan and `dear-train simulate` take the file. Both carry it over to other numbers of ranks.
     Ends with 1 where no plan can be made of the times, as `dear-train plan` does then.
     """
+    return measure_together(lambda world, console: _calibrate(world, console, **given))
 
-    def measure(world: World, console: Console) -> int:
-        from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
-        from dearmpi.device.comm_stream import compute_on_one_core
-        from dearmpi.engine.codec.timing import measure_codec
-        from dearmpi.plan.model.codec_cost import require_known_bytes
-        from dearmpi.train.ranks.agreement import together
-        from dearmpi.train.run.environment import mpi_library
-        from dearmpi.tune import calibrate as tuning
-        from dearmpi.tune.topology import measured_grid
 
-        console.needed = out is None
-        with together(world):
-            check_place(world, out)
-            if not 0 < seconds < math.inf:
-                raise ConfigError(
-                    f"--seconds is {seconds}; it must be above 0, and finite", code="out-of-range"
-                )
-            grouped = EngineConfig(topology=topology, reduce_scatter=reduce_scatter)
-            if world.size == 1:
-                raise ConfigError(
-                    "one rank has no collectives; start several with mpirun", code="one-rank-only"
-                )
-            require_known_bytes(compress)
-            config = EngineConfig(compress=compress, density=density)
-        grid = None if topology == "flat" else measured_grid(world, grouped)
-        compute_on_one_core(world)  # as training does
-        result = tuning.calibrate(
-            world,
-            CollectiveAlgorithms(reduce_scatter),
-            library=mpi_library(),
-            budget_s=seconds,
-            warm_up_s=_WARM_UP_S,
-            codec=None if compress == "none" else measure_codec(world, config),
-            grid=grid,
-        )
-        write(world, console, out, result.to_json())
-        console.say(*describe_calibration(result))
-        return 0 if result.flaw is None else MeasurementError.exit_code
+def _calibrate(
+    world: World,
+    console: Console,
+    *,
+    out: Path | None,
+    reduce_scatter: ReduceScatter,
+    seconds: float,
+    compress: Compress,
+    density: float | None,
+    topology: str,
+) -> int:
+    from dearmpi.comm.algorithms.registry import CollectiveAlgorithms
+    from dearmpi.device.comm_stream import compute_on_one_core
+    from dearmpi.engine.codec.timing import measure_codec
+    from dearmpi.plan.model.codec_cost import require_known_bytes
+    from dearmpi.train.ranks.agreement import together
+    from dearmpi.train.run.environment import mpi_library
+    from dearmpi.tune import calibrate as tuning
+    from dearmpi.tune.topology import measured_grid
 
-    return measure_together(measure)
+    console.needed = out is None
+    with together(world):
+        check_place(world, out)
+        if not 0 < seconds < math.inf:
+            raise ConfigError(
+                f"--seconds is {seconds}; it must be above 0, and finite", code="out-of-range"
+            )
+        grouped = EngineConfig(topology=topology, reduce_scatter=reduce_scatter)
+        if world.size == 1:
+            raise ConfigError(
+                "one rank has no collectives; start several with mpirun", code="one-rank-only"
+            )
+        require_known_bytes(compress)
+        config = EngineConfig(compress=compress, density=density)
+    grid = None if topology == "flat" else measured_grid(world, grouped)
+    compute_on_one_core(world)  # as training does
+    result = tuning.calibrate(
+        world,
+        CollectiveAlgorithms(reduce_scatter),
+        library=mpi_library(),
+        budget_s=seconds,
+        warm_up_s=_WARM_UP_S,
+        codec=None if compress == "none" else measure_codec(world, config),
+        grid=grid,
+    )
+    write(world, console, out, result.to_json())
+    console.say(*describe_calibration(result))
+    return 0 if result.flaw is None else MeasurementError.exit_code
 
 
 def describe_calibration(result: Calibration) -> list[str]:

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 
 from dearmpi.cli.console import Console
-from dearmpi.cli.flags import OUT, check_writable
+from dearmpi.cli.flags import OUT, PATH, check_writable
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PATH)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -39,7 +39,7 @@ def report(run: Path, out: Path | None) -> None:
 
 
 @click.command()
-@click.argument("root", type=click.Path(path_type=Path), default=Path("runs"))
+@click.argument("root", type=PATH, default=Path("runs"))
 def runs(root: Path) -> None:
     """List the runs in the folder ROOT (runs): how far each came, its losses and its speed.
 
@@ -52,7 +52,7 @@ def runs(root: Path) -> None:
 
 
 @click.command()
-@click.argument("run_folders", metavar="A B...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("run_folders", metavar="A B...", nargs=-1, type=PATH)
 def compare(run_folders: tuple[Path, ...]) -> None:
     """Show the settings in which the runs A, B ... differ, and what came of them."""
     from dearmpi.report.draw.units import align
@@ -69,7 +69,7 @@ def trace() -> None:
 
 
 @trace.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PATH)
 @click.option(
     "--out",
     type=OUT,
@@ -100,7 +100,7 @@ def checkpoint() -> None:
 
 
 @checkpoint.command()
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 def show(path: Path) -> None:
     """Describe the checkpoint at PATH, or the latest of the run folder PATH, and verify it.
 
@@ -116,8 +116,8 @@ def show(path: Path) -> None:
 
 
 @checkpoint.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
+@click.argument("destination", type=PATH)
 @click.option("--overwrite", is_flag=True, help="replace DESTINATION if it exists")
 def export(path: Path, destination: Path, *, overwrite: bool) -> None:
     """Write the model of the checkpoint or run folder at PATH to DESTINATION.

@@ -21,6 +21,7 @@ from dearmpi.cli.flags import (
     given_flags,
     picture_option,
     refuse_useless,
+    topology_option,
     write_file,
     write_picture,
 )
@@ -76,11 +77,7 @@ _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
     help="what joins the ranks of a node: alpha,beta as above, or a name; --network is then "
     "between nodes",
 )
-@click.option(
-    "--topology",
-    default="flat",
-    show_default=True,
-    metavar="TOPOLOGY",
+@topology_option(
     help="how DeAR's ranks are grouped: hosts, or sizes such as 8x8, from inner to outer; what "
     "each dimension costs is in a file of `dear-train calibrate --topology`, or in --node-network",
 )
