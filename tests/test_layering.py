@@ -344,7 +344,7 @@ def test_no_file_and_no_class_has_the_name_of_another() -> None:
             f"{TYPES}    from dearmpi.cli import main",
             "train imports dearmpi.cli",
         ),
-        ("report/page/html.py", "import torch", "report imports torch"),
+        ("report/page/report.py", "import torch", "report imports torch"),
         ("helpers/things.py", "", "helpers is no part of the design"),
         ("engine/helpers/things.py", "", "helpers is no room of engine"),
         ("engine/bucket/a.py", "from dearmpi.engine.update import b", "bucket imports dearmpi."),

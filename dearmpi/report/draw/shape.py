@@ -8,7 +8,7 @@ Lengths are in pixels of a screen at normal zoom, x to the right, y downwards. A
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,6 +144,19 @@ class Picture:
     width: float
     height: float
     shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A picture that can be drawn at any width, and what its numbers say, as plain text.
+
+    table: rows of cells, the first of them the heading; empty where there is none.
+    """
+
+    heading: str
+    draw: Callable[[float], Picture]
+    caption: str
+    table: tuple[tuple[str, ...], ...] = ()
 
 
 def text_width(text: str, *, size: float = TEXT) -> float:

@@ -18,10 +18,9 @@ from dearmpi.report.draw.charts import (
     draw_stack,
     draw_strip,
 )
-from dearmpi.report.draw.shape import Key, Picture
+from dearmpi.report.draw.shape import Key, Picture, Section
 from dearmpi.report.draw.tracks import TrackGroup, draw_tracks
 from dearmpi.report.draw.units import digits, share_text, size_text, time_text, time_unit
-from dearmpi.report.page.html import Section
 from dearmpi.report.page.limit import SEEN, Change, StepGain, part_step, typical_rank
 from dearmpi.report.read.recording import Window, total, union
 from dearmpi.report.read.run_files import HistoryRow, RunRecord
