@@ -148,8 +148,8 @@ def judge_network(network: MeasuredNetwork) -> Finding:
 def measure_hiding(world: World, channel: Channel, network: MeasuredNetwork) -> tuple[int, Overlap]:
     """A ring reduce-scatter beside computation that needs no core (collective).
 
-    Returns the bytes of its buffer, chosen so that it takes a few hundredths of a second, and its
-    times as ``dear-train bench --collectives`` defines them.
+    Returns the bytes of its buffer, chosen so that it takes a few hundredths of a second. Its times
+    are as ``dear-train bench --collectives`` defines them.
     """
     least, most = _OVERLAP_BYTES
     rate = min(link.bits_s for link in network.links)

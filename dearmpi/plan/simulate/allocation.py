@@ -2,7 +2,7 @@
 
 The paper's problem (Wen, Bennis, Huang: Joint Parameter-and-Bandwidth Allocation for Improving the
 Efficiency of Partitioned Edge Learning, arXiv 2003.04544): worker k computes on ``L_k`` of the
-model's parameters and sends them over the part ``rho_k`` of a shared band, in
+model's parameters and sends them over the part ``rho_k`` of a shared band. Both together take
 ``L_k (a_k / rho_k + b_k)`` seconds. A round lasts as long as its slowest worker.
 
 In synchronous data parallelism a rank computes on samples, and its links are its own. What is left
@@ -73,7 +73,7 @@ def allocate_band(workers: Sequence[Worker], loads: Sequence[float]) -> Allocati
 def allocate_jointly(workers: Sequence[Worker]) -> Allocation:
     """The loads and bands of the shortest round.
 
-    For given bands a round of time T takes loads of ``T sum(rho / (a + b rho))`` together, so the
+    For given bands a round of time T takes loads of ``T sum(rho / (a + b rho))`` together. So the
     best bands make that sum largest. It is concave; where its derivatives are all one number,
     ``rho = (sqrt(a / number) - a) / b``, or 0 for workers whose links are too slow.
     """

@@ -24,7 +24,7 @@ class Dimension:
     """One dimension of a network.
 
     num_ranks: how many meet in it. gigabits: per second, of one rank. step_ns: of one step of its
-    collective, of which a ring takes P - 1, direct links 1, and halving and doubling over a switch
+    collective. A ring takes P - 1 of them, direct links 1, halving and doubling over a switch
     log2 P.
     """
 

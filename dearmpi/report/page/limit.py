@@ -1,5 +1,5 @@
-"""Limit: what a step consists of, and what keeps a run from being faster, in one sentence with what
-to try and what that would make of a step.
+"""Limit: what a step consists of, and what changes would make of it. What keeps a run from being
+faster, in one sentence with what to try.
 """
 
 from __future__ import annotations

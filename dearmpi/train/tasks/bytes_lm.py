@@ -208,8 +208,8 @@ class BytesLMOptions:
 
 
 class Windows:
-    """Samples of ``context + 1`` bytes, each beginning where the one before has its last byte, so
-    that every byte but the first is predicted once.
+    """Samples of ``context + 1`` bytes, each beginning where the one before has its last byte. So
+    every byte but the first is predicted once.
     """
 
     def __init__(self, text: Tensor, context: int) -> None:
