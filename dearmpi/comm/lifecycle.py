@@ -233,6 +233,7 @@ def _limit_end_alone(exit_code: int) -> None:
 
 def leave(world: World, deadline: Deadline | None) -> None:
     """Leave the job at the end of the program, once no other rank waits for this one."""
+    world.wait_for_abort()
     if exit_status():
         ignore_signals()
     if world.is_closed:
@@ -252,7 +253,9 @@ def leave(world: World, deadline: Deadline | None) -> None:
 
             with deadline:
                 mpi.finalize()
+        world.wait_for_abort()
     except CommError as error:
+        world.wait_for_abort()  # which may be why it failed
         safe_output.write(f"[rank {world.rank} on {world.host}] {error}")
         world.abort(error.exit_code)
 
@@ -281,6 +284,7 @@ def abort_on_exception(world: World) -> None:
     """From now on print an uncaught exception with its rank, then end the job."""
 
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        world.wait_for_abort()
         is_closed = world.is_closed
         if not is_closed:
             ignore_signals()

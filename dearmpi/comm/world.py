@@ -41,6 +41,7 @@ from dearmpi.comm.api.collectives import (
     check_contiguous,
     even_shards,
 )
+from dearmpi.comm.ending import Ending
 from dearmpi.comm.messages.collective_calls import (
     Steps,
     broadcast_bytes,
@@ -131,6 +132,7 @@ class World:
         self._closed = False
         self._process = os.getpid()
         if parent is None:
+            self._ending = Ending()
             # A channel of its own, so that no exchange of a rank that goes on mixes with it.
             self._farewell = self.open_channel("farewell", window=1)
         self.local_rank: Final = self.hosts[: self.rank].count(self.host)
@@ -414,12 +416,21 @@ class World:
         return kind if self._labels[kind] == 1 else f"{kind} {self._labels[kind]}"
 
     def abort(self, code: int) -> NoReturn:
-        """End the whole job with exit status ``code``, even if output cannot be written."""
+        """End the whole job with exit status ``code``, even if output cannot be written.
+
+        Any thread may call it; the first call counts. The status is never 0: a ``code`` whose last
+        eight bits are 0 counts as 1.
+        """
+        code = self.job._ending.begin(code)
         safe_output.wait_until_read()
         # Else it would still run while MPI's exit handlers destroy the libraries that it uses.
         self.progress.close(patience_s=_ABORT_PATIENCE_S)
         self._collectives.abort(code)
         os._exit(code)
+
+    def wait_for_abort(self) -> None:
+        """Return unless another thread of this process is ending the job."""
+        self.job._ending.wait_for_others()
 
     def on_progress_thread(self, action: Callable[[], None]) -> None:
         """Run ``action`` on the progress thread, and wait for its end."""

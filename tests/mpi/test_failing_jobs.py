@@ -57,6 +57,29 @@ if how == "own hook" and is_last:
     raise ValueError("a wrong turn")
 if how == "abort" and is_last:
     world.abort(7)
+if how == "abort in a thread" and is_last:
+    import io, threading, time
+
+    is_ending = threading.Event()
+
+    class Slow(io.StringIO):
+        def flush(self):
+            if threading.current_thread() is not threading.main_thread():
+                is_ending.set()
+                time.sleep(1)  # in which the program ends, on this rank and on the others
+
+    sys.stdout = Slow()
+    threading.Thread(target=world.abort, args=(7,), daemon=True).start()
+    is_ending.wait()
+    sys.exit(0)
+if how == "abort after the end" and is_last:
+    import atexit
+
+    world.leave()
+    atexit.register(world.abort, 256)
+    sys.exit(0)
+if how.endswith(("in a thread", "after the end")):
+    sys.exit(0)
 world.barrier()
 """
 
@@ -82,6 +105,9 @@ def run(how: str, *, ranks: int, folder: Path) -> Ended:
         ("interrupt", 2, 130, "KeyboardInterrupt"),
         ("dear", 3, 2, "op is 'mistaken'"),
         ("abort", 2, 7, ""),
+        ("abort in a thread", 2, 7, ""),
+        ("abort in a thread", 3, 7, ""),
+        ("abort after the end", 2, 1, ""),
         ("exit", 3, 3, "rank 2 has ended with exit status 3"),
         ("system exit", 2, 3, "rank 1 has ended with exit status 3"),
         ("system exit", 4, 3, "rank 3 has ended with exit status 3"),

@@ -12,7 +12,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -140,11 +139,11 @@ class MpiCollectives(AlgorithmCollectives):
         Aborts MPI_COMM_WORLD, which the launcher ends. MPICH answers an abort of any other
         communicator with exit() in the peers, inside their MPI calls, under threads that compute.
         """
-        if threading.current_thread() is threading.main_thread():
-            # MPI waits for the launcher, perhaps for ever, and holds the interpreter's lock
-            # meanwhile: only the system can end the process then.
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(_ABORT_S)
+        # MPI waits for the launcher, perhaps for ever, and holds the interpreter's lock meanwhile:
+        # only the system can end the process then. Python lets the main thread alone set handlers.
+        libc = ctypes.CDLL(None)
+        libc.signal(int(signal.SIGALRM), None)
+        libc.alarm(_ABORT_S)
         skip_exit_handlers()
         end_job(code)
 
@@ -191,8 +190,12 @@ class MpiCollectives(AlgorithmCollectives):
 
 
 def end_job(code: int) -> NoReturn:
-    """End all ranks that the launcher started, whatever communicator they use."""
-    MPI.COMM_WORLD.Abort(code)
+    """End all ranks that the launcher started, whatever communicator they use.
+
+    After MPI's finalisation only this one, with whose status the launcher ends.
+    """
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)
     os._exit(code)  # MPICH returns in the second of two ranks that abort at once
 
 
