@@ -33,7 +33,14 @@ from dearmpi.comm.watchdog.waits import CURE
 from dearmpi.comm.watchdog.watchdog import StallLimits
 from dearmpi.comm.world import World
 from dearmpi.config import ProgressMode
-from dearmpi.errors import UNNAMED, CommError, ConfigError, DearError, LaunchError
+from dearmpi.errors import (
+    UNNAMED,
+    CommError,
+    ConfigError,
+    DearError,
+    LaunchError,
+    MismatchError,
+)
 from dearmpi.guessed import CONNECTION, answers_guesses
 
 _POLLS_UNASKED = (
@@ -73,7 +80,8 @@ def connect(
     that this one starts leave MPI alone, also where they import ``mpi4py.MPI``.
     Raises LaunchError if the launcher announced more ranks than MPI sees, in a process that a rank
     has started, and for a ``comm`` without MPI; ConfigError if ``progress`` differs from that of
-    the first call, and for a ``comm`` without this rank.
+    the first call, and for a ``comm`` without this rank; MismatchError where ranks of it give
+    another.
     """
     if progress is not None and not isinstance(progress, str):
         raise _refuse_group("progress", progress)
@@ -126,8 +134,8 @@ def _join_job(progress: ProgressMode, stall_limits: StallLimits | None, comm: ob
     except LaunchError:
         _end_on_launch_error()
         raise
-    except ConfigError:  # of ``comm``, on this rank perhaps alone
-        _end_job_on_config_error()
+    except (ConfigError, MismatchError):  # of ``comm``, on this rank perhaps alone
+        _end_job_on_refusal()
         raise
     keep_from_mpi(os.environ)
     deadline = None
@@ -157,6 +165,8 @@ def _connect(
     except LaunchError as error:
         _limit_end_alone(error.exit_code)
         raise
+    if comm is not None and collectives.size == 1 and (alone := mpi.find_alone(comm)):
+        safe_output.write(f"[{mpi.origin_in_job()}] {alone}")
     if not mpi.supports_threads():
         if progress != "poll" and collectives.size > 1 and collectives.rank == 0:
             safe_output.write(f"[rank 0 on {collectives.hosts[0]}] {_POLLS_UNASKED}")
@@ -322,8 +332,8 @@ def _end_on_launch_error() -> None:
     sys.excepthook = report
 
 
-def _end_job_on_config_error() -> None:
-    """From now on an uncaught ConfigError ends the job, whose other ranks wait for this one."""
+def _end_job_on_refusal() -> None:
+    """From now on such an uncaught error ends the job, whose other ranks wait for this one."""
     from dearmpi.comm.backends import mpi
 
     if not mpi.has_others():
@@ -333,7 +343,7 @@ def _end_job_on_config_error() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, ConfigError):
+        if not isinstance(error, (ConfigError, MismatchError)):
             previous(kind, error, trace)
             return
         ignore_signals()

@@ -43,8 +43,11 @@ if how.startswith("comm"):
         comm = job if job.rank == 1 else parts
     elif how == "comm on one":
         comm = parts if job.rank == 1 else None
-short = how in ("comm differs", "comm on one")  # where nothing else can end the wait
-world = dearmpi.connect(stall_limits=StallLimits(1, 4) if short else StallLimits(5, 40), comm=comm)
+    elif how == "comm self":
+        comm = MPI.COMM_SELF
+    elif how == "comm of threes":
+        comm = job.Split(job.rank == 3)
+world = dearmpi.connect(stall_limits=StallLimits(5, 40), comm=comm)
 if how == "comm of some":
     told = " ".join([f"{world.rank} of", *world.all_gather_text(str(MPI.COMM_WORLD.rank))])
     told = MPI.COMM_WORLD.gather(told)  # lines of several ranks may mix
@@ -141,8 +144,8 @@ WRONGS = [
     Wrong("made of none", 4, ("ranks-in-different-calls", "world.group([0, 9])")),
     Wrong("comm inter", 2, ("wrong-type", "an inter-communicator", "Split()")),
     Wrong("comm freed", 2, ("[rank 1 on", "wrong-type", "MPI.COMM_NULL", "Split()")),
-    Wrong("comm differs", None, ("all ranks of its comm", "Give one and the same")),
-    Wrong("comm on one", None, ("all 4 ranks to start MPI", "given it a comm")),
+    Wrong("comm differs", 4, ("MPI.COMM_WORLD, as without", "rank 3 gives it", "ranks [1, 3]")),
+    Wrong("comm on one", 4, ("ranks-in-different-calls", "rank 1 gives it", "ranks [1, 3]")),
 ]
 
 
@@ -157,6 +160,17 @@ def test_a_job_that_goes_wrong_ends_on_all_ranks_with_what_to_do(
     assert ended.returncode == (wrong.status or ended.returncode), ended.output
     for text in wrong.told:
         assert text in ended.output
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("how", "rank"), [("comm self", 0), ("comm of threes", 3)])
+def test_a_rank_that_trains_alone_in_a_job_of_several_is_named_once(
+    how: str, rank: int, tmp_path: Path
+) -> None:
+    ended = run(how, tmp_path)
+    assert ended.returncode == 0, ended.output
+    told = [line for line in ended.output.splitlines() if "comm has this rank alone" in line]
+    assert len(told) == 1 and told[0].startswith(f"[rank {rank} on "), ended.output
 
 
 @pytest.mark.ranks(1)

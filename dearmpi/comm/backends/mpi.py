@@ -12,6 +12,8 @@ import ctypes
 import os
 import signal
 import sys
+import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,7 +42,7 @@ from dearmpi.comm.process import (
     skip_exit_handlers,
 )
 from dearmpi.cuts import Cuts
-from dearmpi.errors import CommError, ConfigError, LaunchError
+from dearmpi.errors import CommError, ConfigError, LaunchError, MismatchError
 
 _ARITHMETIC = {
     "float32": MPI.FLOAT,
@@ -66,6 +68,9 @@ _THREAD_LEVELS = {
 }
 _ABORT_S = 10  # how long an abort may take
 _MESSAGE_TAG = 32767  # the largest that every MPI has
+_COMM_TAG = _MESSAGE_TAG - 1  # on MPI_COMM_WORLD, of what ranks give to connect()
+_POLL_S = 1e-3
+_LONG = 100  # ranks as text
 
 
 class MpiRequest(Request):
@@ -214,8 +219,9 @@ def connect(comm: object = None) -> MpiCollectives:
     world communicator.
 
     Waits for all ranks without the interpreter's lock, so that other threads can act. Raises
-    ConfigError for a ``comm`` that is none.
+    ConfigError for a ``comm`` that is none; MismatchError where ranks of it give another.
     """
+    may_differ = MPI.Is_initialized()  # else no rank can have made a communicator with this one
     initialize()
     given = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(given, MPI.Intracomm) or given == MPI.COMM_NULL:
@@ -224,9 +230,87 @@ def connect(comm: object = None) -> MpiCollectives:
             "to, such as what MPI.COMM_WORLD.Split() returns. A rank of none leaves connect() out",
             code="wrong-type",
         )
-    comm = given.Dup()
+    comm = _duplicate(given) if may_differ else given.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
     return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), scheduler=SendScheduler())
+
+
+def find_alone(comm: object) -> str:
+    """What to say of ``comm``, which has this rank alone of several in the job. Empty on all but
+    the first rank where a script gives MPI.COMM_SELF, as it then does on all.
+    """
+    job = MPI.COMM_WORLD
+    if job.size == 1 or (comm == MPI.COMM_SELF and job.rank):
+        return ""
+    return (
+        f"comm has this rank alone, of {job.size} in the job: it trains a model of its own, and "
+        "nothing is averaged with other ranks. To train together, leave comm out, or give all of "
+        "them one communicator"
+    )
+
+
+def _duplicate(given: MPI.Intracomm) -> MPI.Intracomm:
+    """A duplicate of ``given`` (collective). Raises MismatchError where a rank of it gives another
+    communicator, for whose ranks all would wait.
+
+    The first rank of a communicator tells the others of it what it gives, and they it. Ranks that
+    give MPI.COMM_WORLD tell nobody, since others may have come without a word; but they hear.
+    """
+    job, own, peers = MPI.COMM_WORLD, _describe_comm(given), _peers_of(given)
+    sent = [job.Isend([own, len(own), MPI.BYTE], peer, _COMM_TAG) for peer in peers]
+    comm, request = given.Idup()
+    is_made, heard = False, set[int]()
+    while not is_made or not heard.issuperset(peers):
+        is_made = is_made or request.Test()
+        heard |= _hear_comms(own)
+        time.sleep(_POLL_S)
+    MPI.Request.Waitall(sent)
+    return comm
+
+
+def _peers_of(given: MPI.Intracomm) -> list[int]:
+    """Ranks of the job that say what they give to this one, and it to them."""
+    if MPI.Comm.Compare(given, MPI.COMM_WORLD) == MPI.IDENT:
+        return []
+    ranks = _ranks_in_job(given)
+    if MPI.UNDEFINED in ranks:  # of a job that was spawned, to which no communicator leads
+        return []
+    return ranks[1:] if given.rank == 0 else ranks[:1]
+
+
+def _ranks_in_job(given: MPI.Intracomm) -> list[int]:
+    group, of_job = given.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, list(range(group.size)), of_job)
+    group.Free()
+    of_job.Free()
+    return [int(rank) for rank in ranks]
+
+
+def _describe_comm(given: MPI.Intracomm) -> bytes:
+    """In few bytes, the same on all of its ranks."""
+    if MPI.Comm.Compare(given, MPI.COMM_WORLD) == MPI.IDENT:
+        return b"MPI.COMM_WORLD, as without comm"
+    named = str(_ranks_in_job(given))
+    checksum = f" (checksum {zlib.crc32(named.encode())})" if len(named) > _LONG else ""
+    more = f"{named[:_LONG]} ..." if checksum else named
+    return f"a communicator of the job's ranks {more}{checksum}".encode()
+
+
+def _hear_comms(own: bytes) -> set[int]:
+    """Ranks that have just said what they give. Raises MismatchError if it differs."""
+    job, status, heard = MPI.COMM_WORLD, MPI.Status(), set[int]()
+    while message := job.Improbe(MPI.ANY_SOURCE, _COMM_TAG, status):
+        data = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([data, len(data), MPI.BYTE])
+        if data != own:
+            raise MismatchError(
+                f"{origin_in_job()} gives connect() {own.decode()}, and rank {status.source} gives "
+                f"it {data.decode()}. Give one and the same comm on all of its ranks, such as what "
+                "one call of MPI.COMM_WORLD.Split() returned",
+                code="ranks-in-different-calls",
+            )
+        heard.add(status.source)
+    return heard
 
 
 def _name_comm(given: object) -> str:
