@@ -441,17 +441,24 @@ class World:
 
         self._channel.run("a call on the progress thread", start)
 
-    def begin_backprop(self) -> None:
+    def name_training(self) -> str:
+        """A name for what one optimizer trains, the same on all ranks that make it in one order."""
+        name = self.label("training")
+        name = f"{name} in {self._name}" if self._name else name
+        self._watchdog.add_training(name)
+        return name
+
+    def begin_backprop(self, training: str = "") -> None:
         """Count a backprop with communication, for reports of waits that last."""
-        self._watchdog.begin_backprop()
+        self._watchdog.begin_backprop(training)
 
     def begin_read(self) -> None:
         """Note a read of gradients before the step, for reports of waits that last."""
         self._watchdog.begin_read()
 
-    def begin_step(self) -> None:
+    def begin_step(self, training: str = "") -> None:
         """Count a step, for reports of waits that last."""
-        self._watchdog.begin_step()
+        self._watchdog.begin_step(training)
 
     @property
     def _origin(self) -> str:

@@ -131,8 +131,8 @@ class Progress:
             self._advance()
             self.raise_failure()
 
-    def wait_until(self, ready: Callable[[], bool], *, what: str) -> None:
-        """Block until ``ready()``.
+    def wait_until(self, ready: Callable[[], bool], *, what: str, training: str = "") -> None:
+        """Block until ``ready()``. ``training``: of which it is a backprop's or step's.
 
         Raises CommError if progress has failed or the wait could never end, and StallError if the
         watchdog gives it up. Both name ``what``.
@@ -146,7 +146,7 @@ class Progress:
         watched: WatchedWait | None = None
         try:
             if watchdog is not None:
-                watched = watchdog.begin_wait(what)
+                watched = watchdog.begin_wait(what, training)
             wait = self._poll_once if self.mode == "poll" else self._sleep_until_changed
             backoff = Backoff()
             while not ready():

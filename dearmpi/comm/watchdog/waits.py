@@ -29,6 +29,12 @@ _INTERRUPTED = (
     f", or Ctrl-C (KeyboardInterrupt) has ended them at different moments: {_AT_A_SIGNAL}"
 )
 
+_LACKS_STEP = (
+    "One of them has dropped gradients, by zero_grad() without step(), has left a step out, or "
+    "steps its optimizers in another order. Agree on it on every rank before that backward, such "
+    "as by world.all_reduce([flag], 'max')"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -43,6 +49,8 @@ class Status:
     exit_status: of a program that has ended, if an exception, such as SystemExit, has ended it.
     group: the group of ranks whose collective call it waits in; empty: the job. in_groups: how many
         collective calls it has begun in each group that it is a member of.
+    training: whose backprop or step it waits for, by name; empty: neither. trainings: how many
+        backprops, and steps, it has begun of each.
     """
 
     backprops: int
@@ -58,6 +66,8 @@ class Status:
     exit_status: int = 0
     group: str = ""
     in_groups: Mapping[str, int] = field(default_factory=dict)
+    training: str = ""
+    trainings: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def describe(self, *, waited: str | None = None) -> str:
         """One line, without the stack. ``waited``: replaces the seconds of the wait."""
@@ -87,10 +97,34 @@ class Status:
             if self.group:
                 return other.in_groups.get(self.group, math.inf) < self.in_groups[self.group]
             return other.exchanges < self.exchanges
+        if self.training:
+            return self._waits_for_training(other)
         if self.in_groups or other.in_groups:
             return False  # steps of different groups do not compare
         behind = (other.backprops, other.steps) < (self.backprops, self.steps)
         return behind or self.reads_alone(other)
+
+    def _waits_for_training(self, other: Status) -> bool:
+        """The same, inside a training. A rank that drops gradients gets ahead of the others by a
+        backprop, and stays behind by a step.
+        """
+        theirs = other.trainings.get(self.training)
+        if theirs is None:
+            return False  # no rank of it
+        own = self.trainings[self.training]
+        if theirs[0] < own[0] or theirs[1] < own[1]:
+            return True
+        return not (self.in_groups or other.in_groups) and self.reads_alone(other)
+
+    def lacks_step(self, other: Status) -> bool:
+        """Whether this rank has taken fewer steps than ``other``, after as many backprops or more,
+        of what one of both waits for.
+        """
+        for training in filter(None, (self.training, other.training)):
+            own, theirs = self.trainings.get(training), other.trainings.get(training)
+            if own and theirs and own[0] >= theirs[0] and own[1] < theirs[1]:
+                return True
+        return False
 
     def reads_alone(self, other: Status) -> bool:
         """Whether this rank reads gradients that ``other`` does not bring before its step."""
@@ -117,6 +151,9 @@ def explain_hopeless(own: Status, other: Status) -> str:
         )
     if other.exit_status:
         return "it waits in vain, and the job ends with this status"
+    calls = [one.waiting for one in (own, other) if one.in_exchange]
+    if not (calls or other.left) and (own.lacks_step(other) or other.lacks_step(own)):
+        return f"{steps} not each taken a step after the same backwards. {_LACKS_STEP}"
     interrupted = _INTERRUPTED if other.left and other.in_iteration else ""
     if own.reads_alone(other) or other.reads_alone(own):
         return (
@@ -124,7 +161,6 @@ def explain_hopeless(own: Status, other: Status) -> str:
             "step(). Read it on every rank, or after the last collective call before step(), such "
             "as clip_grad_norm_()"
         )
-    calls = [one.waiting for one in (own, other) if one.in_exchange]
     if calls:
         return (
             f"{steps} called collective operations in different order{interrupted}. For "
@@ -145,7 +181,8 @@ class WatchedWait:
     thread: the thread that waits. what: what it waits for. in_exchange: inside a collective call on
         the world.
     interrupted: the outer wait, where a signal handler or a finalizer waits inside another wait.
-    group: the group whose collective call that is; empty: the job.
+    group: the group whose collective call that is; empty: the job. training: of which it waits for
+        a backprop or a step; empty: none.
     num_recorded, num_judged: answers so far, and when chains of waits were last looked for.
     since, looked_at: when it began, and when its thread last checked whether to go on.
     first_request: the number of the first request that was sent for it.
@@ -169,6 +206,7 @@ class WatchedWait:
     interrupted: str = ""
     left_at: dict[int, float] = field(default_factory=dict)
     group: str = ""
+    training: str = ""
     num_recorded: int = 0
     num_judged: int = 0
 

@@ -81,6 +81,7 @@ class Watchdog:
         self._in_exchange = self._left = False  # in_exchange: the main thread
         self._group = ""  # of the exchange
         self._in_groups: dict[str, int] = {}
+        self._trainings: dict[str, tuple[int, int]] = {}
         self._exit_status = 0
         # Of all threads; the innermost of one thread comes last.
         self._waits: list[WatchedWait] = []
@@ -95,19 +96,21 @@ class Watchdog:
     def has_others(self) -> bool:
         return self._size > 1
 
-    def begin_backprop(self) -> None:
-        """The main thread has begun a backprop with communication."""
+    def begin_backprop(self, training: str = "") -> None:
+        """The main thread has begun a backprop with communication, of ``training``."""
         self._backprops += 1
+        self._count(training, 1, 0)
         self._in_iteration, self._has_read = True, False
 
     def begin_read(self) -> None:
         """The main thread reads gradients before the step, for which ranks bring them together."""
         self._has_read = True
 
-    def begin_step(self) -> None:
+    def begin_step(self, training: str = "") -> None:
         """The calling thread has begun a step, which makes it the main thread."""
         self._main = threading.get_ident()
         self._steps += 1
+        self._count(training, 0, 1)
         self._in_iteration = self._has_read = False
 
     @contextmanager
@@ -131,12 +134,24 @@ class Watchdog:
         """This rank is a member of ``group``, whose calls are counted from now on."""
         self._in_groups = {**self._in_groups, group: 0}
 
+    def add_training(self, training: str) -> None:
+        """This rank takes part in ``training``, whose backprops and steps count from now on."""
+        self._trainings = {**self._trainings, training: (0, 0)}
+
+    def _count(self, training: str, backprops: int, steps: int) -> None:
+        if training:
+            before = self._trainings[training]
+            now = before[0] + backprops, before[1] + steps
+            self._trainings = {**self._trainings, training: now}
+
     def leave(self, exit_status: int = 0) -> None:
         """The program has ended with ``exit_status``: this rank joins no further operation."""
         self._left, self._exit_status = True, exit_status
 
-    def begin_wait(self, what: str) -> WatchedWait:
-        """The calling thread begins to wait for ``what``, perhaps inside another wait."""
+    def begin_wait(self, what: str, training: str = "") -> WatchedWait:
+        """The calling thread begins to wait for ``what``, of a ``training`` or of none, perhaps
+        inside another wait.
+        """
         now, thread = time.monotonic(), threading.get_ident()
         in_exchange = self._in_exchange and thread == self._main
         outer = self._innermost(thread)
@@ -149,6 +164,7 @@ class Watchdog:
             first_request=self._num_requests + 1,
             interrupted="" if outer is None else outer.what,
             group=self._group if in_exchange else "",
+            training=training,
         )
         if in_exchange:  # a signal handler's wait inside this one is outside of the exchange
             self._in_exchange = False
@@ -291,6 +307,8 @@ class Watchdog:
             has_read=self._has_read,
             group=wait.group if wait is not None else "",
             in_groups=self._in_groups,
+            training=wait.training if wait is not None else "",
+            trainings=self._trainings,
             exit_status=self._exit_status,
         )
 
@@ -372,7 +390,7 @@ class Watchdog:
     def _raise_if_chained(self, wait: WatchedWait, own: Status) -> None:
         wait.num_judged = wait.num_recorded
         statuses = {**wait.answers, self._rank: own}
-        if not any(status.in_groups for status in statuses.values()):
+        if not any(one.in_groups or len(one.trainings) > 1 for one in statuses.values()):
             return  # without groups two ranks wait for each other, or nobody does
         chain = find_chain(self._rank, statuses)
         if chain is None:

@@ -180,7 +180,7 @@ class Backprop:
             joining.announce(True)
         joining.is_announced = False
         self._state.exchange_replicas()
-        self._state.world.begin_backprop()
+        self._state.world.begin_backprop(self._state.training)
         self._pipeline.rescale_unsent()
         active = set()
         stream = self._comm_stream.current()
@@ -227,7 +227,7 @@ class Backprop:
         if self._eager:
             raise usage_errors.second_backprop()
         self.wait_reduced()
-        self._state.world.begin_backprop()
+        self._state.world.begin_backprop(self._state.training)
         for index in self._state.iteration.active:
             self._pipeline.commit(self._buckets[index])
             self._comm_stream.keep(self._buckets[index].reopen())

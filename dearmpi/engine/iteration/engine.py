@@ -122,7 +122,7 @@ class Engine:
         iteration.stepping = iteration.stepped = True
         if exhausted:  # it starts at once what it has no gradients for
             iteration.incomplete = frozenset()
-        self.state.world.begin_step()
+        self.state.world.begin_step(self.state.training)
         for index in iteration.active:
             if self._eager:  # pending since its reduce-scatter, and perhaps finished by now
                 self._buckets[index].invalidate_params()

@@ -107,6 +107,7 @@ class EngineState:
     replicas: None without ``check_every``.
     reduces, gathers, control: channels, one for each kind of operation.
     clock: for how long buckets travel, and the main thread waits.
+    training: the name by which ranks compare what they have begun of it.
     joining: what ranks exchange inside ``join``. loads: which states were loaded. edits: what a
         script has changed of averaged gradients.
     iteration: the one under way. deferred: which buckets go last in the next one.
@@ -125,9 +126,10 @@ class EngineState:
         comm_stream: CommStream,
         spans: Spans,
         check_every: int,
+        training: str = "",
     ) -> None:
         """Opens the channels (collective). ``check_every``: steps; 0 for no checks."""
-        self.world = world
+        self.world, self.training = world, training
         self.buckets = tuple(buckets)
         self.conduct, self.schedule = conduct, conduct.schedule
         self.comm_stream, self.spans = comm_stream, spans

@@ -293,7 +293,7 @@ class Waiting:
         """Until ``ready()``; ``what`` names it for people."""
         if not ready():
             with self._state.clock.waiting(what):
-                self._progress.wait_until(ready, what=what)
+                self._progress.wait_until(ready, what=what, training=self._state.training)
 
     def until_finished(self) -> None:
         """Until the last step's gathers are over."""

@@ -129,6 +129,7 @@ def _build(spec: EngineSpec) -> BuiltEngine:
         comm_stream=stream,
         spans=context.spans,
         check_every=every,
+        training=context.training,
     )
     order = spec.conduct.schedule.reduce_scatters
     codecs = choose_codecs(buckets, algorithms, config, order=order)

@@ -21,7 +21,8 @@ from dearmpi.plan.data.plan import Plan
 class TrainingContext:
     """What an engine is for.
 
-    optimizer: the wrapped one. spans: where the engine reports what takes how long.
+    optimizer: the wrapped one. spans: where the engine reports what takes how long. training: the
+        name by which ranks compare how far they are.
     """
 
     optimizer: Optimizer
@@ -29,6 +30,7 @@ class TrainingContext:
     world: World
     spans: Spans
     ranges: LayerRanges
+    training: str
 
     @classmethod
     def of(
@@ -45,4 +47,6 @@ class TrainingContext:
         """
         check_arguments(optimizer, model, plan)
         warn_of_state_in_shards(optimizer)
-        return cls(optimizer, model, choose_world(world), Spans(), LayerRanges(model))
+        chosen = choose_world(world)
+        ranges, training = LayerRanges(model), chosen.name_training()
+        return cls(optimizer, model, chosen, Spans(), ranges, training)

@@ -161,5 +161,5 @@ def test_a_step_that_is_broken_off_leaves_parameters_to_save_and_is_told_of() ->
         assert "step() was broken off in the middle, as by a KeyboardInterrupt" in told
 
 
-def interrupt() -> None:
+def interrupt(training: str) -> None:
     raise KeyboardInterrupt

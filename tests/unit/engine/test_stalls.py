@@ -106,6 +106,34 @@ def test_a_collective_call_of_one_rank_before_its_step_is_found() -> None:
         run_ranks(2, train)
 
 
+@pytest.mark.usefixtures("reported")
+@pytest.mark.parametrize("ways", ["one", "two", "two on groups"])
+def test_gradients_that_one_rank_drops_are_found(ways: str) -> None:
+    """It waits for the others' next backward, and they for its step."""
+
+    def train(world: World) -> None:
+        on = world
+        if ways == "two on groups":
+            group = world.split(0)
+            assert group is not None
+            on = group
+        trainings = [Training(world)] if ways == "one" else [Training(world), Training(on)]
+        for training in trainings:
+            training.iterate()
+        for training in trainings:
+            training.backward()
+        for training in trainings:
+            if world.rank != 1 or training is not trainings[-1]:
+                training.optimizer.step()
+        for training in trainings[::-1]:
+            training.backward()
+            training.optimizer.clip_grad_norm_(1.0)
+
+    with raises(StallError, "ranks-out-of-step", "not each taken a step") as caught:
+        run_ranks(2, train)
+    assert "by zero_grad() without step()" in str(caught.value)
+
+
 @pytest.mark.parametrize("where", ["batch", "step"])
 def test_a_rank_that_comes_late_to_its_step_is_waited_for(
     where: str, reported: threading.Event
