@@ -173,6 +173,8 @@ def read_topology(path: str) -> Topology:
     racks, found = data.fields(_MARK), dict[str, str]()
     for rack in racks.names():
         for host in racks.texts(rack):
+            if not host.strip():
+                raise racks.problem(rack, "holds a host without a name")
             if host in found:
                 raise racks.problem(rack, f"holds {host}, and so does {found[host]}")
             found[host] = rack

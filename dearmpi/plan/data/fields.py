@@ -149,7 +149,12 @@ def read_fields(text: str, place: str, *, mark: str, cure: str) -> Fields:
     damaged. Raises ConfigError if it is no JSON, no object, or of another kind.
     """
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_without_repeats)
+    except _RepeatedKey as error:
+        raise ConfigError(
+            f"{place} has {error} twice in one object, of which only one would count; {cure}",
+            code="malformed-file",
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{place} is not JSON, or is cut off ({error}); give {_KINDS[mark]}",
@@ -170,6 +175,18 @@ def read_fields(text: str, place: str, *, mark: str, cure: str) -> Fields:
         if mark not in fields and key in fields:
             raise ConfigError(f"{place} is {kind}; give {_KINDS[mark]}", code="file-of-other-kind")
     return fields
+
+
+class _RepeatedKey(Exception):
+    """A key that stands twice in one object."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedKey(_kind(next(key for key in found if keys.count(key) > 1)))
+    return found
 
 
 def check_format(data: Fields, place: str, *, current: int, default: int | None) -> str:
