@@ -9,7 +9,9 @@ launcher and of MPI do not count. Prints a table, and exits with 1 if a job ende
 
 Kinds: one (the last rank raises), all (all ranks raise at once), backward (all, in a backward),
 hook (one rank, in the hook of a parameter), update (all, in the optimizer's step), dear (all, an
-error of dearmpi), interrupt (one rank, by a KeyboardInterrupt), status (one, by world.abort(7)).
+error of dearmpi), interrupt (one rank, by a KeyboardInterrupt), status (one, by world.abort(7)),
+thread (one, the same in a thread), threads (all, in threads), ending (one, in a thread, as the
+program ends on all).
 
 --python: that of an environment with another MPI, such as .venv-openmpi/bin/python.
 --seconds: begin no further job after that long.
@@ -36,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 120.0
 
 SCRIPT = """
-import ctypes, sys
+import ctypes, sys, threading
 import torch
 import dearmpi
 
@@ -76,6 +78,10 @@ for step in range(1_000_000):
             raise KeyboardInterrupt
         if how == "status" and is_last:
             world.abort(7)
+        if how == "threads" or (how in ("thread", "ending") and is_last):
+            threading.Thread(target=world.abort, args=(7,), daemon=True).start()
+        if how == "ending":
+            break
     loss.backward()
     optimizer.step()
 """
@@ -98,6 +104,9 @@ KINDS = {
     "dear": Wanted(2, "root is rank 99"),
     "interrupt": Wanted(130, "KeyboardInterrupt"),
     "status": Wanted(7, ""),
+    "thread": Wanted(7, ""),
+    "threads": Wanted(7, ""),
+    "ending": Wanted(7, ""),
 }
 # Of a process that a signal ends, and of what threads run into whose libraries are gone.
 FALSE = re.compile(
