@@ -221,7 +221,6 @@ def connect(comm: object = None) -> MpiCollectives:
     Waits for all ranks without the interpreter's lock, so that other threads can act. Raises
     ConfigError for a ``comm`` that is none; MismatchError where ranks of it give another.
     """
-    may_differ = MPI.Is_initialized()  # else no rank can have made a communicator with this one
     initialize()
     given = MPI.COMM_WORLD if comm is None else comm
     if not isinstance(given, MPI.Intracomm) or given == MPI.COMM_NULL:
@@ -230,7 +229,7 @@ def connect(comm: object = None) -> MpiCollectives:
             "to, such as what MPI.COMM_WORLD.Split() returns. A rank of none leaves connect() out",
             code="wrong-type",
         )
-    comm = _duplicate(given) if may_differ else given.Dup()
+    comm = _duplicate(given)
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
     return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), scheduler=SendScheduler())
 
