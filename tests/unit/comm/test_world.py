@@ -248,7 +248,10 @@ def test_without_mpi_a_communicator_is_not_ignored() -> None:
 
 @pytest.mark.parametrize(("num_launched", "is_refused"), [(1, True), (4, False)])
 def test_a_communicator_of_one_rank_is_of_a_job_that_mpi_sees(
-    num_launched: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    num_launched: int,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     replace_mpi(monkeypatch, AloneCollectives(), num_launched=num_launched)
     monkeypatch.setattr(module, "_limit_end_alone", lambda _: None)
@@ -258,6 +261,7 @@ def test_a_communicator_of_one_rank_is_of_a_job_that_mpi_sees(
             module._connect("thread", None, object())
     else:
         module._connect("thread", None, object()).close()
+        assert capsys.readouterr().err == "[rank 0 on n0] trains alone\n"
 
 
 @pytest.mark.parametrize(("first", "other"), [("thread", "poll"), ("poll", "thread")])
@@ -280,6 +284,8 @@ def replace_mpi(
     mpi = SimpleNamespace(
         connect=lambda comm: collectives,
         has_others=lambda: num_launched > 1,
+        find_alone=lambda comm: "trains alone" if num_launched > 1 else "",
+        origin_in_job=lambda: "rank 0 on n0",
         supports_threads=lambda: serves_any_thread,
         serves_any_thread=lambda: serves_any_thread,
     )
