@@ -212,8 +212,8 @@ def share_batch(
     _check_alike(world.hosts, asked)
     if batch_size < world.size:
         raise ConfigError(
-            f"batch_size is {batch_size} samples for {world.size} ranks, each of which needs one; "
-            "raise it",
+            f"batch_size is {batch_size}, over all ranks, but each of {world.size} ranks needs a "
+            "sample; raise it",
             code="batch-too-small",
         )
     check_weights(weights, world.size, name="shares")

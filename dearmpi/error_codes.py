@@ -527,8 +527,8 @@ unknown-sbatch-option
     An option was passed on that `sbatch` does not have under that name.
     Give its long name, without dashes.
 unknown-command
-    `dear-train` has no such command or option.
-    Call `dear-train --help`.
+    The command has no such part or option, or lacks one.
+    Call it with `--help`.
 measurement-flawed
     Measured times contradict each other or are no numbers above zero.
     Measure again on a quiet machine.

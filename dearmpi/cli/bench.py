@@ -43,7 +43,7 @@ class Contents:
     picture: str = ""
 
 
-@click.command()
+@click.command(short_help="Measure methods of data-parallel training.")
 @click.option(
     "--workload",
     default="resnet50",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _STANDARD_OUTPUT = Path("-")
 
 
-@click.command()
+@click.command(short_help="Check the installation, and state cures.")
 @click.option(
     "--run-folder",
     type=PATH,

@@ -36,7 +36,7 @@ _COLOURS = ("faint", "fourth", "third", "second", "first")
 _MOST_POINTS = 400  # of a curve
 
 
-@click.command()
+@click.command(short_help="Minimise a mean over many clients.")
 @click.option(
     "--task",
     type=Choice(_TASKS),

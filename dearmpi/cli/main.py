@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _refuse(error)
     except DearError as error:
-        complain(f"error: {error}")
+        complain(f"error: {error.with_code()}")
         return exit_code(error)
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -82,7 +82,7 @@ def _refuse(error: click.ClickException) -> int:
     from dearmpi.cli.run import run_together
 
     context = getattr(error, "ctx", None)
-    hint = "" if context is None else f"\n{context.get_usage()}"
+    hint = "" if context is None else f" See {context.command_path} --help"
 
     def refuse() -> NoReturn:
         raise ConfigError(f"{error.format_message()}{hint}", code="unknown-command")

@@ -42,7 +42,7 @@ _BUCKET = 25_000_000
 _HEADER = ("collective", "KiB", "alone ms", "in flight: each ms", "fitted alone ms")
 
 
-@click.command(short_help="Measure what the collectives of this job cost.")
+@click.command(short_help="Measure what collectives cost.")
 @click.option("--out", type=OUT, metavar="FILE", help="write everything there, as JSON")
 @engine_option("reduce_scatter", without=("auto",), help="the algorithm to measure")
 @click.option(
@@ -277,7 +277,7 @@ profile = RunCommand(
         *setting_options(hidden=(*_WITHOUT_EFFECT, "plan")),
     ],
     help=_profile.__doc__,
-    short_help="Measure how long each layer of a model computes.",
+    short_help="Measure how long each layer computes.",
 )
 
 

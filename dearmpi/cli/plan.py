@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dearmpi.tune.calibration import Calibration
 
 
-@click.command(short_help="Decide on buckets and their order, from measured times.")
+@click.command(short_help="Decide on buckets and their order.")
 @click.option(
     "--profile",
     "profile_path",

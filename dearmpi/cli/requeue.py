@@ -26,7 +26,7 @@ _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    short_help="Run a command in a SLURM job; queue again if it ends with 75.",
+    short_help="In a SLURM job, queue it again on exit code 75.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def requeue(command: tuple[str, ...]) -> int:

@@ -33,7 +33,7 @@ _OF_THIS_PACKAGE = ("dear-train", "dearmpi", "dearmpi.cli.main")
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    short_help="Run mpirun; start again with the hosts that are left if it loses one.",
+    short_help="Run mpirun, again without a host that is lost.",
 )
 @click.option(
     "--max-restarts",

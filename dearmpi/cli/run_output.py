@@ -10,7 +10,7 @@ from dearmpi.cli.console import Console
 from dearmpi.cli.flags import OUT, PATH, check_writable
 
 
-@click.command()
+@click.command(short_help="Show what limits a run, and write a page.")
 @click.argument("run", type=PATH)
 @click.option(
     "--out",
@@ -38,7 +38,7 @@ def report(run: Path, out: Path | None) -> None:
         console.say(f"wrote {len(written.pictures)} pictures in {written.pictures[0].parent}")
 
 
-@click.command()
+@click.command(short_help="List the runs of a folder.")
 @click.argument("root", type=PATH, default=Path("runs"))
 def runs(root: Path) -> None:
     """List the runs in the folder ROOT (runs): how far each came, its losses and its speed.
@@ -51,7 +51,7 @@ def runs(root: Path) -> None:
     Console(speaks=True, needed=True).say(*align(table_of_runs(root)))
 
 
-@click.command()
+@click.command(short_help="Show in what runs differ.")
 @click.argument("run_folders", metavar="A B...", nargs=-1, type=PATH)
 def compare(run_folders: tuple[Path, ...]) -> None:
     """Show the settings in which the runs A, B ... differ, and what came of them."""
@@ -65,10 +65,10 @@ def compare(run_folders: tuple[Path, ...]) -> None:
 
 @click.group()
 def trace() -> None:
-    """Work with traces, which dear-train run --trace START:STOP records."""
+    """Work with traces of dear-train run --trace."""
 
 
-@trace.command()
+@trace.command(short_help="Put all ranks' traces into one file.")
 @click.argument("run", type=PATH)
 @click.option(
     "--out",
@@ -96,10 +96,10 @@ def merge(run: Path, out: Path | None) -> None:
 
 @click.group()
 def checkpoint() -> None:
-    """Look into checkpoints and export models from them."""
+    """Look into checkpoints, and export models."""
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Describe and verify a checkpoint.")
 @click.argument("path", type=PATH)
 def show(path: Path) -> None:
     """Describe the checkpoint at PATH, or the latest of the run folder PATH, and verify it.
@@ -115,7 +115,7 @@ def show(path: Path) -> None:
     Console(speaks=True, needed=True).say(*(lines or describe(path)))
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Write the model of a checkpoint to a file.")
 @click.argument("path", type=PATH)
 @click.argument("destination", type=PATH)
 @click.option("--overwrite", is_flag=True, help="replace DESTINATION if it exists")

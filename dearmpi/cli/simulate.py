@@ -43,7 +43,7 @@ _WORLD_SIZES = (2, 4, 16, 64, 256, 1024, 4096)
 _GIGABITS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
-@click.command()
+@click.command(short_help="Predict an iteration of many ranks.")
 @click.option(
     "--workload",
     default="resnet50",

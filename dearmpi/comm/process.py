@@ -236,12 +236,13 @@ def announced_rank(environment: Mapping[str, str]) -> str:
 def report_alone(error: DearError, *, prefix: str) -> None:
     """Print ``error`` with ``prefix`` where there is no world in which to agree on who does.
 
-    Wrong settings and a wrong launch are met by every rank and reported by the first. MPI may be
-    missing on one host alone, whose first rank reports it. Anything else may be met by one rank.
+    Wrong settings and a wrong launch are met by every rank and reported by the first. MPI, or a
+    file, may be missing on one host alone, whose first rank reports it. Anything else may be met by
+    one rank.
     Ranks that stay silent wait ten seconds.
     """
     rank = announced_rank(os.environ)
-    is_missing = error.code == "mpi-not-loaded"
+    is_missing = error.code in ("mpi-not-loaded", "file-missing")
     silent = False
     met_by_one = is_missing or error.code == "mpi-not-started"
     if isinstance(error, (ConfigError, LaunchError)) and not met_by_one:

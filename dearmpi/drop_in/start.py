@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import nn
@@ -38,23 +38,16 @@ _CURE = "set MASTER_ADDR to an address of rank 0's host that all hosts reach"
 def main(given: Sequence[str], *, report: Callable[[DearError], None]) -> int:
     """Run the script that ``given`` names, as Python would; returns the exit status.
 
-    report: called where the ranks cannot connect.
+    report: called where the command line is wrong, or the ranks cannot connect.
     """
-    options, target = _parse(given)
-    if not os.path.exists(target[0]) and not options.m:
-        print(f"dearmpi: error: there is no script {target[0]!r}", file=sys.stderr)
-        return 2
     try:
+        options, target = _parse(given)
         choices = EngineConfig(
             schedule=options.schedule,
             gather=options.gather,
             comm_dtype=options.comm_dtype,
             compress=options.compress,
         )
-    except ConfigError as error:
-        print(f"dearmpi: error: {error.with_code()}", file=sys.stderr)
-        return error.exit_code
-    try:
         world = serve_scripts(choices)
     except (LaunchError, ConfigError) as error:
         report(error)
@@ -71,9 +64,19 @@ def main(given: Sequence[str], *, report: Callable[[DearError], None]) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong, so that one rank can report it for all."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help", code="unknown-command")
+
+
 def _parse(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Options, and the script or module with its own arguments."""
-    parser = argparse.ArgumentParser(
+    """Options, and the script or module with its own arguments.
+
+    Raises ConfigError for a wrong option, or a script that is not there.
+    """
+    parser = _Parser(
         prog="python -m dearmpi",
         usage=_USAGE,
         description="Run a script written for DistributedDataParallel, with dearmpi in its place.",
@@ -93,6 +96,12 @@ def _parse(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options = parser.parse_args(given)
     if not options.target:
         parser.error("name a script, or a module after -m")
+    script = options.target[0]
+    if not os.path.exists(script) and not options.m:
+        raise ConfigError(
+            f"there is no script {script!r} in {os.getcwd()}; give a path that every host has",
+            code="file-missing",
+        )
     return options, options.target
 
 

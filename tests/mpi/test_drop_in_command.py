@@ -126,11 +126,19 @@ def test_ranks_that_cannot_find_each_other_end_before_the_script(tmp_path: Path)
     assert "Traceback" not in ended.output and "trained" not in ended.output
 
 
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dearmpi", str(tmp_path / "absent.py")]
-    ended = run_job(forked(command), ranks=1, limit_s=90.0)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["absent.py"], "'absent.py'"),
+        ([], "name a script"),
+        (["--gather", "all", "train.py"], "'all'"),
+    ],
+)
+def test_a_wrong_command_line_is_reported_once(given: list[str], said: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dearmpi", *given]
+    ended = run_job(forked(command), ranks=2, limit_s=90.0, folder=tmp_path)
     assert ended.returncode == 2
-    assert "absent.py" in ended.output
+    assert said in ended.output and ended.output.count("error: ") == 1, ended.output
 
 
 ALONE = """

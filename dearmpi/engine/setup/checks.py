@@ -195,7 +195,8 @@ def optimized_parameters(
         names = _name(wanted, model, known)
     if not any(param.requires_grad for param in names):
         raise ConfigError(
-            "the optimizer has no parameter that requires grad: nothing to train",
+            "the optimizer has no parameter that requires grad: nothing to train; set "
+            "requires_grad before the optimizer is wrapped, or leave dearmpi out",
             code="nothing-to-train",
         )
     return names

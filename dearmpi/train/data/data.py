@@ -85,9 +85,9 @@ def check_shares(batch_size: int, world_size: int, rank: int, micro_batches: int
     least = world_size * micro_batches
     if batch_size < least:
         raise ConfigError(
-            f"batch_size is {batch_size} samples per step over all ranks, but "
-            f"{world_size} ranks x {micro_batches} micro-batches need at least "
-            f"{least}; raise it, or use fewer ranks or micro-batches",
+            f"batch_size is {batch_size}, over all ranks, but {world_size} ranks x "
+            f"{micro_batches} micro-batches need at least {least} samples; raise it, or use fewer "
+            "ranks or micro-batches",
             code="batch-too-small",
         )
 

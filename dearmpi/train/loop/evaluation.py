@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -129,9 +129,25 @@ def measure_batch(task: Task, batch: Any, precision: Precision) -> tuple[float, 
     device = device_of_model(task.model)
     batch = send_batch(convert_batch(batch, precision), device)
     with computing(device, precision):
-        loss = float(task.loss(task.model, batch))
+        loss = task.loss(task.model, batch)
+        if not isinstance(loss, SupportsFloat) or isinstance(loss, Tensor) and loss.numel() != 1:
+            raise misfit_of_loss(task, loss)
         metrics = {} if task.metrics is None else task.metrics(task.model, batch)
-    return loss, _numbers(task, metrics)
+    return float(loss), _numbers(task, metrics)
+
+
+def misfit_of_loss(task: Task, loss: object) -> TaskError:
+    """The error for what ``task`` returned as its loss and cannot be trained with."""
+    shown = type(loss).__name__
+    if isinstance(loss, Tensor):
+        shown = f"a tensor of shape {tuple(loss.shape)}"
+        if loss.numel() == 1:
+            shown += " that does not depend on the parameters"
+    return TaskError(
+        f"task {task.name}: its loss must be a tensor of one number that depends on the "
+        f"parameters, but it is {shown}; return the mean over the batch's samples",
+        code="task-invalid",
+    )
 
 
 def _numbers(task: Task, metrics: Any) -> dict[str, float]:
@@ -163,7 +179,9 @@ def probe_metrics(task: Task, precision: Precision) -> tuple[str, ...]:
         return ()
     with torch.random.fork_rng(devices=[]), evaluating(task.model):
         few = tuple(range(min(2, len(task.eval_data))))  # of one any metric is a number
-        _, metrics = measure_batch(task, load_batch(task, task.eval_data, few), precision)
+        batch = load_batch(task, task.eval_data, few)
+        with explained(f"task {task.name}: its loss or metrics failed on held-out samples"):
+            _, metrics = measure_batch(task, batch, precision)
     return tuple(sorted(metrics))  # each rank's order is its own where they come from a set
 
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from dearmpi.engine.scaling import GradScaler
-from dearmpi.errors import DataError, NonFiniteLossError, TaskError
+from dearmpi.errors import DataError, NonFiniteLossError
 from dearmpi.plan.model.failures import best_interval
 from dearmpi.span import Track
 from dearmpi.train.data.data import MicroBatch
 from dearmpi.train.data.loading import BatchRequest
 from dearmpi.train.data.streaming import StreamBatch, StreamBatches
+from dearmpi.train.loop.evaluation import misfit_of_loss
 from dearmpi.train.loop.job import Job
 from dearmpi.train.ranks.device import computing, convert_batch, send_batch
 
@@ -187,15 +188,7 @@ def _go_forward(job: Job, share: MicroBatch, loader: _BatchLoader) -> Tensor | N
     with computing(job.device, job.settings.precision):
         loss = job.task.loss(job.task.model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        shown = type(loss).__name__
-        if isinstance(loss, Tensor):
-            shown = f"a tensor of shape {tuple(loss.shape)}"
-            shown += "" if loss.requires_grad else " that does not depend on the parameters"
-        raise TaskError(
-            f"task {job.task.name}: its loss must be a tensor of one number that depends on "
-            f"the parameters, but it is {shown}",
-            code="task-invalid",
-        )
+        raise misfit_of_loss(job.task, loss)
     return loss
 
 

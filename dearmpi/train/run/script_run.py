@@ -231,8 +231,9 @@ class Run:
         Raises ConfigError or DataError for too few samples, or shares that leave a rank none.
         """
         if num_samples < batch_size:
+            cure = "lower batch_size" if num_samples else "is the data where it is looked for?"
             raise DataError(
-                f"{num_samples} samples are fewer than a batch of {batch_size}; lower batch_size",
+                f"num_samples is {num_samples}, fewer than a batch of {batch_size}; {cure}",
                 code="data-insufficient",
             )
         if self._local is not None and shares != "even":

@@ -147,17 +147,14 @@ def _origin(error: BaseException) -> str:
     """`` (file:line)`` of the syntax error, or of the innermost frame that is the user's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    frames = [
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+    others = (*libraries, str(Path(__file__).parents[2]), "<frozen")
+    own = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith("<frozen")
+        if not frame.filename.startswith(others)
     ]
-    if not frames:
-        return ""
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
-    innermost = (own or frames)[-1]
-    return f" ({innermost.filename}:{innermost.lineno})"
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def article(noun: str) -> str:

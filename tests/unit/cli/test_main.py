@@ -53,6 +53,23 @@ def test_help_needs_neither_torch_nor_mpi(arguments: list[str]) -> None:
     assert run_bare(*arguments, then=is_light).startswith("Usage: dear-train")
 
 
+@pytest.mark.parametrize("commands", [[], ["checkpoint"], ["trace"]])
+def test_every_command_is_listed_in_a_whole_sentence(
+    commands: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*commands, "--help"])
+    told = capsys.readouterr().out
+    listed = told.partition("Commands:\n")[2]
+    assert listed and "..." not in listed and listed.count(".\n") == listed.count("\n")
+
+
+def test_an_error_of_a_command_has_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path / "absent")]) == 2
+    assert "[file-missing]" in capsys.readouterr().err
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"dear-train {dearmpi.__version__}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -99,3 +100,19 @@ def test_metrics_that_are_no_numbers_are_named_before_the_run(
     """One value per sample is a number where there is one sample."""
     with raises(TaskError, "metrics-invalid", said):
         probe_metrics(replace(make_task(eval_count=7), metrics=metrics), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("loss", "code", "said"),
+    [
+        (lambda *_: torch.ones(3), "task-invalid", "a tensor of shape (3,); return the mean"),
+        (lambda *_: None, "task-invalid", "NoneType"),
+        (lambda *_: [][0], "task-code-failed", "IndexError"),
+        (lambda *_: sys.exit(0), "task-code-failed", "SystemExit: 0"),
+    ],
+)
+def test_a_loss_that_fails_is_explained_before_the_run(
+    loss: Callable[..., Any], code: str, said: str
+) -> None:
+    with raises(TaskError, code, said):
+        probe_metrics(replace(make_task(eval_count=7), loss=loss), "fp32")

@@ -110,6 +110,10 @@ FAILURES = {
         "import json\ndef build(options):\n    json.loads('{')\n",
         ("task-code-failed", "JSONDecodeError", "task.py:3"),
     ),
+    "it misses an option": (
+        "def build(options):\n    return options['n']\n",
+        ("task-code-failed", "KeyError: 'n' (", "task.py:2"),
+    ),
     "it exits": (
         "def build(options):\n    raise SystemExit(3)\n",
         ("task-code-failed", "SystemExit: 3", "task.py:2"),
