@@ -145,16 +145,10 @@ class Scaffnew(LocalOptimizer):
 
     def _average_masked(self, drawn: Round, masked: MaskedExchange) -> None:
         """As ``_average``, to which a rank sends only what its mask keeps."""
-        shared = self._anchor.shared
-        takes_part = self.world.rank in drawn.cohort
-        own = {
-            name: self._trained[name].detach().to(value.dtype)
-            for name, value in shared.items()
-            if takes_part
-        }
+        shared, changes = self._anchor.shared, self._changes(drawn)
         before_s = masked.waited_s
-        self._anchor.start_check(own)
-        flat = torch.cat([value.reshape(-1) for value in own.values()]) if own else None
+        self._anchor.start_check(changes)
+        flat = torch.cat([value.reshape(-1) for value in changes.values()]) if changes else None
         mean = masked.mean(flat, drawn)
         waited_s = masked.waited_s - before_s
         self._times = IterationTimes(exposed_s=waited_s, communication_s=waited_s)
@@ -162,11 +156,23 @@ class Scaffnew(LocalOptimizer):
         parts = mean.split([value.numel() for value in shared.values()])
         self._anchor.take(
             {
-                name: part.view(value.shape)
+                name: value + part.view(value.shape)
                 for (name, value), part in zip(shared.items(), parts, strict=True)
             }
         )
         self._take_up(self._masks(drawn))
+
+    def _changes(self, drawn: Round) -> dict[str, Tensor]:
+        """By name, what this rank has made of the shared values; empty if it takes no part.
+
+        A mean of changes leaves alone what nobody changes, which a mean of values would round.
+        """
+        if self.world.rank not in drawn.cohort:
+            return {}
+        return {
+            name: self._trained[name].to(value.dtype) - value
+            for name, value in self._anchor.shared.items()
+        }
 
     def _masks(self, drawn: Round) -> dict[str, Tensor]:
         """By name, what this rank's values count for; empty if it takes no part."""
@@ -183,12 +189,14 @@ class Scaffnew(LocalOptimizer):
 
     def _average(self, drawn: Round) -> None:
         """All ranks get the average; those of the cohort move their control variates at once."""
-        rule, shared, masks = self.rule, self._anchor.shared, self._masks(drawn)
-        takes_part = self.world.rank in drawn.cohort
+        shared, masks = self._anchor.shared, self._masks(drawn)
+        changes, weight = self._changes(drawn), self.world.size / self.rule.sparsity
         sent = {}
         for name, value in shared.items():
-            parts = [(masks[name], self._trained[name].to(value.dtype))] if takes_part else []
-            sent[name] = weighted_sum(parts, like=value, weight=self.world.size / rule.sparsity)
+            parts = [(masks[name], changes[name])] if masks else []
+            sent[name] = value + weighted_sum(parts, like=value, weight=weight)
+        if self.world.size == 1:
+            sent = dict(self._trained)
         self._anchor.start_exchange(tuple(shared), sent)
         self._anchor.wait()
         self._take_up(masks)

@@ -164,6 +164,27 @@ def test_only_what_masks_keep_is_sent_and_the_averages_are_those_of_whole_values
             assert torch.equal(one, same)
 
 
+@pytest.mark.parametrize("config", [None, EngineConfig(window=1)])
+def test_what_no_rank_moves_keeps_its_bits(config: EngineConfig | None) -> None:
+    """Frozen parameters are averaged as well, since they may be trained later."""
+
+    def train(world: World) -> None:
+        model: Any = Plane()
+        generator = torch.Generator().manual_seed(3)
+        model.frozen = nn.Parameter(torch.randn(99, generator=generator).double() / 3, False)
+        start = model.frozen.detach().clone()
+        optimizer = Scaffnew(
+            model.parameters(), model, lr=0.1, p=0.5, sparsity=7, world=world, config=config
+        )
+        while optimizer.num_rounds < 5:
+            backward(model, world.rank)
+            optimizer.step()
+        optimizer.close()
+        assert torch.equal(model.frozen, start)
+
+    run_ranks(8, train)
+
+
 @pytest.mark.parametrize(("size", "sparsity"), [(2, None), (3, 2)])
 def test_a_resumed_run_goes_on_bit_for_bit(size: int, sparsity: int | None) -> None:
     def build(world: World) -> tuple[Plane, Scaffnew]:
