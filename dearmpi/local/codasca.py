@@ -91,7 +91,9 @@ class Codasca(LocalOptimizer):
         self._steps_in_round += 1
 
     def _correct(self, param: Tensor, grad: Tensor) -> None:
-        name = self._names[param]
+        name = self._names.get(param)
+        if name is None:  # without elements, so that nothing of it travels
+            return
         self._sums[name].add_(grad)
         grad.add_(self._corrections[name])
 

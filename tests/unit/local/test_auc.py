@@ -319,7 +319,9 @@ def test_corrections_are_means_of_the_gradients_that_ranks_step_by(clip: float |
     def train(world: World) -> Tensor:
         model: Any = nn.Module()
         model.at = nn.Parameter(torch.zeros(5, dtype=torch.float64))
-        inner = PrimalDual([model.at], lr=lr, gamma=math.inf, clip=clip)
+        model.none = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        model.none.grad = torch.zeros_like(model.none)
+        inner = PrimalDual([model.at, model.none], lr=lr, gamma=math.inf, clip=clip)
         optimizer = Codasca(inner, model, sync_every=every, world=world)
         for _ in range(3 * every):
             model.at.grad = curvature[world.rank] * (model.at.detach() - center[world.rank])
