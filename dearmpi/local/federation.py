@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from dearmpi.plan.data.local_schedule import AveragingRule, RoundRule
 
 Algorithm = Literal["gd", "fedavg", "scaffnew", "compressed-scaffnew", "tamuna"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-_LEAST_ROUNDS, _MOST_SPEED_UP = 400, 4.0  # before an algorithm is given up
+_CHECKED_EVERY, _LEAST_ROUNDS, _MOST_SPEED_UP = 100, 1000, 4.0  # before one is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def run_algorithm(
     rule = settings.rule(algorithm, *smoothness)
     trajectory = Trajectory(algorithm, rule, settings.target, settings.down_weight)
     clients = ClientRounds(start, rule, world=world)
-    best: list[float] = []
+    distances: list[float] = []
     while clients.num_rounds < settings.max_rounds:
         clients.run_together(slopes_of)
         distance = float((clients.shared - optimum).square().sum())
@@ -142,21 +143,24 @@ def run_algorithm(
                 distance,
             )
         )
-        best.append(min(distance, best[-1]) if best else distance)
-        if trajectory.has_arrived or _is_hopeless(best, settings):
+        distances.append(distance)
+        if trajectory.has_arrived or _is_hopeless(distances, settings):
             break
     clients.close()
     return trajectory
 
 
-def _is_hopeless(best: Sequence[float], settings: FederationSettings) -> bool:
+def _is_hopeless(distances: Sequence[float], settings: FederationSettings) -> bool:
     """Whether the target is out of reach, even if rounds to come gain several times as much as
-    those of the second half; best: the least squared distance after each round.
+    those so far; distances: squared, after each round.
+
+    Medians, since masks and cohorts scatter distances, at first far beyond that of the start.
     """
-    if len(best) < _LEAST_ROUNDS:
+    if len(distances) < _LEAST_ROUNDS or len(distances) % _CHECKED_EVERY:
         return False
-    half = len(best) // 2
-    gain = (math.log(best[half]) - math.log(best[-1])) / (len(best) - 1 - half)
-    missing = math.log(best[-1]) - math.log(settings.target)
-    rounds_left = settings.max_rounds - len(best)
-    return not _MOST_SPEED_UP * gain * rounds_left >= missing  # infinite distances are hopeless
+    quarter = len(distances) // 4
+    before = math.log(median(distances[quarter : 2 * quarter]))
+    now = math.log(median(distances[-quarter:]))
+    rounds_left = settings.max_rounds - len(distances)
+    gain = _MOST_SPEED_UP * (before - now) / (2 * quarter) * rounds_left
+    return not gain >= now - math.log(settings.target)  # infinite distances are hopeless
