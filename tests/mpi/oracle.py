@@ -29,6 +29,9 @@ from tests.mpi.models import NUM_FEATURES, build_model
 NUM_STEPS = 6
 BATCH = 7  # not a multiple of any world size but 1 (and 7)
 MAX_NORM = 0.05
+HAS_MUON = hasattr(torch.optim, "Muon")
+NO_MUON = f"torch {torch.__version__} has no Muon; torch 2.9 and newer have"
+NEEDS_MUON = pytest.mark.skipif(not HAS_MUON, reason=NO_MUON)
 REDUCE_SCATTERS = ("ring", *(name for name in get_args(ReduceScatter) if name != "ring"))
 
 
@@ -110,9 +113,18 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def _muon() -> Callable[..., Optimizer]:
-    if not hasattr(torch.optim, "Muon"):
-        pytest.skip(f"torch {torch.__version__} has no Muon; torch 2.9 and newer have")
+    if not HAS_MUON:
+        pytest.skip(NO_MUON)
     return torch.optim.Muon
+
+
+def whole_tensor_optimizer(model: torch.nn.Module, lr: float) -> Optimizer:
+    """An optimizer that needs whole tensors: Muon with AdamW, and Adafactor before torch 2.9."""
+    if HAS_MUON:
+        from dearmpi.train.loop.optimizers import MuonWithAdamW, muon_groups  # slow to load
+
+        return MuonWithAdamW(muon_groups(model, list(model.parameters())), lr=lr)
+    return torch.optim.Adafactor(model.parameters(), lr=lr)
 
 
 def build_optimizer(case: Case, model: torch.nn.Module) -> Optimizer:

@@ -19,6 +19,7 @@ from dearmpi.plan.data.schedule import build_schedule
 from dearmpi.train.loop.optimizers import MuonWithAdamW, muon_groups
 from tests.combinations import pairwise
 from tests.mpi.oracle import (
+    NEEDS_MUON,
     REDUCE_SCATTERS,
     Case,
     Training,
@@ -260,6 +261,7 @@ def train_mixed(world: World | None, size: int, *, apart: bool = False) -> dict[
     return found
 
 
+@NEEDS_MUON
 @pytest.mark.parametrize("apart", [False, True])
 def test_muon_on_matrices_and_adamw_on_the_rest(world: World, apart: bool) -> None:
     found = train_mixed(world, world.size, apart=apart)
@@ -271,6 +273,7 @@ def test_muon_on_matrices_and_adamw_on_the_rest(world: World, apart: bool) -> No
 PLANE = torch.linspace(-0.25, 0.25, 64)
 
 
+@NEEDS_MUON
 @pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("compress", ["int8", "int4"])
 def test_owners_send_quantized_what_replicas_then_show(world: World, compress: Compress) -> None:
@@ -304,6 +307,7 @@ def test_owners_send_quantized_what_replicas_then_show(world: World, compress: C
     assert traffic[1] < traffic[0] / 2  # one bucket is too small to be compressed
 
 
+@NEEDS_MUON
 def test_state_of_parameters_that_are_cut_follows_them(world: World) -> None:
     """From one cutting to another, and through a whole ``state_dict()``, as torch's is."""
 

@@ -14,12 +14,11 @@ from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import Compress
 from dearmpi.engine.bucket import bucket
-from dearmpi.train.loop.optimizers import MuonWithAdamW, muon_groups
 from tests.combinations import turns_of
 from tests.fakes import FakeHub
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
-from tests.mpi.oracle import copies
+from tests.mpi.oracle import copies, whole_tensor_optimizer
 
 FORMATS = ["int8", "int4"]
 DIM = 24  # all parameters differ in shape
@@ -40,10 +39,10 @@ def make_model() -> nn.Module:
     return model
 
 
-def wrap(model: nn.Module, world: World, inner: str = "muon", **settings: Any) -> Any:
+def wrap(model: nn.Module, world: World, inner: str = "whole", **settings: Any) -> Any:
     optimizer: torch.optim.Optimizer
-    if inner == "muon":
-        optimizer = MuonWithAdamW(muon_groups(model, list(model.parameters())), lr=0.01)
+    if inner == "whole":
+        optimizer = whole_tensor_optimizer(model, lr=0.01)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     settings = {"bucket_cap_mb": 0.006, "check_every": 5, **settings}
@@ -98,7 +97,7 @@ def test_replicas_are_equal_after_50_steps_and_learn_what_dense_ones_learn(
     assert compressed == pytest.approx(dense, rel=0.02 if compress == "int8" else 0.25)
 
 
-@pytest.mark.parametrize("inner", ["muon", "adamw"])
+@pytest.mark.parametrize("inner", ["whole", "adamw"])
 @pytest.mark.parametrize("compress", FORMATS)
 def test_what_travels_is_what_the_codecs_say(compress: Compress, inner: str) -> None:
     """Of uneven shards the mean over the ranks: all messages but a rank's own."""
@@ -111,7 +110,7 @@ def test_what_travels_is_what_the_codecs_say(compress: Compress, inner: str) -> 
 
     def rank(world: World) -> Any:
         model = make_model()
-        weights = "auto" if inner == "muon" else [3.0, 1.0, 0.0, 2.0]
+        weights = "auto" if inner == "whole" else [3.0, 1.0, 0.0, 2.0]
         settings: dict[str, Any] = {"inner": inner, "shards": weights, "compress": compress}
         optimizer = wrap(model, world, bucket_cap_mb=1.0, check_every=0, **settings)
         train(model, optimizer, range(3), world)

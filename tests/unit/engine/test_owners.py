@@ -16,6 +16,7 @@ from dearmpi.errors import ConfigError, MismatchError
 from dearmpi.train.loop.optimizers import MuonWithAdamW, muon_groups
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
+from tests.mpi.oracle import NEEDS_MUON
 
 
 class PerTensor(torch.optim.Optimizer):
@@ -105,6 +106,7 @@ def test_other_settings_keep_auto_from_owners() -> None:
     run_ranks(2, rank)
 
 
+@NEEDS_MUON
 def test_half_precision_travels_with_owners_and_what_is_cut() -> None:
     """Both work on masters, of which replicas show all values rounded."""
     start = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 40))
