@@ -188,7 +188,8 @@ def optimized_parameters(
 
     Raises ConfigError for parameters that are not in the model, or if none requires grad.
     """
-    wanted = {param for group in optimizer.param_groups for param in group["params"]}
+    # In their order: an error has the same words on all ranks.
+    wanted = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
     if known.keys() == {param for param in wanted if param.numel()}:
         names = dict(known)  # not looked up, since that waits for the gathers
     else:
@@ -212,7 +213,8 @@ def _name(
         raise ConfigError(
             f"the optimizer has {len(strangers)} parameters that are not in the model, of shapes "
             f"{strangers[:3]}; pass the model that the optimizer was made for (several modules: "
-            "nn.ModuleList([a, b]))",
+            "nn.ModuleList([a, b])). Where the model has got other parameters since, as by "
+            "to_empty() or load_state_dict(assign=True), make the optimizer after that",
             code="parameters-not-in-model",
         )
     taken = set(known.values())

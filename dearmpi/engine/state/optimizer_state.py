@@ -239,6 +239,9 @@ class OptimizerState:
         known = {index: entries for index, entries in state.items() if index not in owed}
         self._load_known({**state_dict, "state": known})
         params = self._numbered_params()
+        for index, entries in known.items():  # torch makes a generator's name of each text
+            if texts := {key: value for key, value in entries.items() if isinstance(value, str)}:
+                self.optimizer.state[params[index]].update(texts)
         self.optimizer.state.update(
             {params[index]: entries for index, entries in owed.items() if _tells(entries)}
         )

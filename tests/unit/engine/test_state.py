@@ -330,3 +330,47 @@ def test_an_optimizer_that_has_its_state_from_the_start_trains_as_alone(gather: 
     for trained in run_ranks(2, train):
         for param, wanted in zip(trained, alone, strict=True):
             torch.testing.assert_close(param, wanted, rtol=1e-12, atol=1e-12)
+
+
+class Labelled(torch.optim.Optimizer):
+    """Momentum in whose state stand a text and None as well."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(rule="heavy ball", nothing=None, sum=torch.zeros_like(param))
+                state["sum"].mul_(0.9).add_(param.grad)
+                rate = group["lr"] if state["rule"] == "heavy ball" else 0.0
+                param.add_(state["sum"], alpha=-rate)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_texts_in_the_state_are_those_that_were_saved(gather: Gather) -> None:
+    def train(world: World | None) -> list[Tensor]:
+        model = nn.Linear(3, 5).double()
+        fill(model)
+        optimizer: Any = Labelled(model.parameters())
+        if world is not None:
+            optimizer = DistributedOptimizer(optimizer, model, world=world, gather=gather)
+        for step in range(4):
+            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)).double()
+            mine = inputs if world is None else inputs[world.rank :: world.size]
+            optimizer.zero_grad()
+            model(mine).square().mean().backward()
+            optimizer.step()
+            if world is not None and step == 1:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer.load_state_dict(saved)
+                again = optimizer.state_dict()["state"]
+                assert again[0]["rule"] == "heavy ball" and again[0]["nothing"] is None
+        return [param.detach().clone() for param in model.parameters()]
+
+    alone = train(None)
+    for trained in run_ranks(2, train):
+        torch.testing.assert_close(trained, alone)
