@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -54,6 +55,10 @@ class LiveEngine:
             broadcast_buffers(model, world)  # first, since the optimizer then still has its state
             self.built.take_over_steps()
             self.built.state.adopt()
+            weakly = ref(self)  # the optimizer may outlive this
+            self.built.state.refuse_own_state_dict(
+                lambda: (own := weakly()) is not None and own.trains_by_buckets
+            )
             broadcast_parameters(model, world)
             self._buffers = BufferExchange(model, world, config.buffers)
         except BaseException:
@@ -196,6 +201,11 @@ class LiveEngine:
     def holds_state(self) -> bool:
         """Whether the state lies in updates, and not in the wrapped optimizer."""
         return self.built.state.is_held
+
+    @property
+    def trains_by_buckets(self) -> bool:
+        """Whether that is so, and may go on: until ``close()``."""
+        return self.holds_state and not self.built.engine.is_closed
 
     def by_param(self, state_dict: dict[str, Any]) -> dict[Tensor, Any]:
         """The state of ``state_dict``, which is in plain torch form, by parameter."""

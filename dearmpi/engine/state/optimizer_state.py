@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,18 @@ def warn_of_state_in_shards(optimizer: Optimizer) -> None:
 
 def _step_alone(optimizer: Optimizer, _: Any, __: Any) -> None:
     warn_of_state_in_shards(optimizer)
+
+
+# Those whose own state dict is being read for an engine, which adds what the updates hold.
+_READ_FOR_ENGINE: WeakSet[Optimizer] = WeakSet()
+
+
+def _own_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    _READ_FOR_ENGINE.add(optimizer)
+    try:
+        return optimizer.state_dict()
+    finally:
+        _READ_FOR_ENGINE.discard(optimizer)
 
 
 def has_mode(optimizer: Optimizer, mode: str) -> bool:
@@ -120,7 +132,7 @@ class OptimizerState:
 
     def pack(self, world: World) -> dict[str, Any]:
         """Options and state in plain torch form, whole on every rank (collective)."""
-        packed: dict[str, Any] = self.optimizer.state_dict()
+        packed = _own_state_dict(self.optimizer)
         if self.is_held:
             whole = gather_state(world, self.updates.of_buckets)
             packed["state"] |= {  # which has that of parameters without elements
@@ -135,9 +147,25 @@ class OptimizerState:
         params = self._numbered_params()
         return {params[index]: entries for index, entries in state_dict["state"].items()}
 
+    def refuse_own_state_dict(self, holds: Callable[[], bool]) -> None:
+        """Have the optimizer's own ``state_dict()`` raise UsageError from now on while ``holds()``:
+        it lacks the state that updates hold.
+        """
+
+        def refuse(optimizer: Optimizer) -> None:
+            if optimizer not in _READ_FOR_ENGINE and holds():
+                raise UsageError(
+                    f"state_dict() of the wrapped {type(optimizer).__name__} has no state while "
+                    "its DistributedOptimizer trains, whose buckets hold it; call state_dict() "
+                    "of the DistributedOptimizer, on every rank",
+                    code="saved-without-state",
+                )
+
+        self.optimizer.register_state_dict_pre_hook(refuse)
+
     def local(self) -> LocalState:
         """What this rank holds; its tensors are those that the next step changes."""
-        packed: dict[str, Any] = self.optimizer.state_dict()
+        packed = _own_state_dict(self.optimizer)
         whole = read_whole(self.updates.of_buckets)
         if not self.is_held:
             held = ((name, self.optimizer.state.get(param)) for param, name in self.names.items())

@@ -63,7 +63,7 @@ def append(groups: list[dict[str, Any]], model: nn.Sequential) -> None:
         (lambda o, i, m: move(o.param_groups), "moved between param groups"),
         (lambda o, i, m: o.param_groups[0]["params"].pop(), "removed from"),
         (lambda o, i, m: o.param_groups.pop(), "removed from"),
-        (lambda o, i, m: i.load_state_dict(i.state_dict()), "load_state_dict.. of the Distr"),
+        (lambda o, i, m: i.load_state_dict(o.state_dict()), "load_state_dict.. of the Distr"),
     ],
     ids=["inner add", "append group", "append param", "move", "remove", "remove group", "load"],
 )

@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from dearmpi import DistributedOptimizer
 from dearmpi.comm.world import World
 from dearmpi.config import Gather
-from dearmpi.errors import CheckpointError
+from dearmpi.errors import CheckpointError, UsageError
+from tests.codes import raises
 from tests.combinations import turns_of
 from tests.fakes.ranks import run_ranks
 from tests.mpi.models import fill
@@ -374,3 +375,22 @@ def test_texts_in_the_state_are_those_that_were_saved(gather: Gather) -> None:
     alone = train(None)
     for trained in run_ranks(2, train):
         torch.testing.assert_close(trained, alone)
+
+
+@pytest.mark.parametrize("gather", ["parameters", "gradients"])
+def test_the_wrapped_optimizers_own_state_dict_is_refused_until_close(gather: Gather) -> None:
+    def train(world: World) -> None:
+        model = nn.Linear(3, 5)
+        wrapped = torch.optim.Adam(model.parameters())
+        optimizer = DistributedOptimizer(wrapped, model, world=world, gather=gather)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        with raises(UsageError, "saved-without-state", "of the wrapped Adam"):
+            wrapped.state_dict()
+        whole = optimizer.state_dict()
+        assert len(whole["state"]) == 2 and optimizer.local_state()
+        optimizer.close()
+        wrapped.load_state_dict(whole)
+        assert len(wrapped.state_dict()["state"]) == 2
+
+    run_ranks(2, train)
