@@ -54,6 +54,11 @@ _CHANGES: Mapping[Any, str] = {
     torch.clamp_max_: "clamp_max_",
     Tensor.nan_to_num_: "nan_to_num_",
     torch.nan_to_num_: "nan_to_num_",
+    Tensor.zero_: "zero_",
+    torch.zero_: "zero_",
+    Tensor.neg_: "neg_",
+    torch.neg_: "neg_",
+    Tensor.sign_: "sign_",
     **CHANGES_OF_LISTS,
 }
 _SAME = frozenset((Tensor.detach, Tensor.data.__get__))  # type: ignore[attr-defined]

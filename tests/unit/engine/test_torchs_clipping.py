@@ -89,8 +89,10 @@ def test_norms_of_every_type(schedule: str, size: int, gather: Any) -> None:
         lambda grads: [torch.nan_to_num_(grad, nan=0.0) for grad in grads],
         lambda grads: [grad.mul_(2 / float(grad.norm())) for grad in grads],
         lambda grads: torch._foreach_mul_(grads, -1.0),
+        lambda grads: [grads[0].zero_(), torch.zero_(grads[-1])],
+        lambda grads: [grad.neg_().sign_() for grad in grads],
     ],
-    ids=["clamp", "divide", "numbers", "one by one", "together"],
+    ids=["clamp", "divide", "numbers", "one by one", "together", "zeros", "signs"],
 )
 def test_changes_by_hand_are_those_of_whole_gradients(
     change: Callable[[list[Tensor]], object], gather: Any
