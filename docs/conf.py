@@ -33,6 +33,7 @@ include_patterns = [
     "tests/README.md",
 ]
 exclude_patterns = ["build", ".venv*"]
+smartquotes = False  # else a flag in running text begins with one dash, which no command takes
 html_theme = "furo"
 html_title = "dearmpi"
 html_copy_source = False
