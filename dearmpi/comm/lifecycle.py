@@ -21,6 +21,7 @@ from dearmpi.comm.process import (
     advise_on_workers,
     announced_size,
     check_launch,
+    end_on_interrupt,
     exit_status,
     ignore_signals,
     keep_from_mpi,
@@ -246,6 +247,8 @@ def leave(world: World, deadline: Deadline | None) -> None:
     world.wait_for_abort()
     if exit_status():
         ignore_signals()
+    else:
+        end_on_interrupt()  # in an exit handler Python prints it, and goes on to wait
     if world.is_closed:
         return  # closed without a wait for the other ranks, which may have work left
     if _is_finalized():

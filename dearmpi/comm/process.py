@@ -179,6 +179,21 @@ def ignore_signals() -> None:
             return
 
 
+def end_on_interrupt() -> bool:
+    """From now on Ctrl-C ends this process at once; whether that is a change.
+
+    Python acts on it between two instructions only, and so never inside of a call that waits for
+    other ranks. A handler of the script's own stays.
+    """
+    if (
+        threading.get_ident() != threading.main_thread().ident
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        return False
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return True
+
+
 def skip_exit_handlers() -> None:
     """Make a call of C's exit() end this process at once, with the same status.
 

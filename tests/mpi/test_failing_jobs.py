@@ -83,10 +83,35 @@ if how.endswith(("in a thread", "after the end")):
 world.barrier()
 """
 
+INTERRUPTED = """
+import os, signal, sys, threading, time
+import dearmpi
+from dearmpi.comm.process import announced_rank
 
-def run(how: str, *, ranks: int, folder: Path) -> Ended:
+
+def interrupt():
+    while signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+(when,) = sys.argv[1:]
+interrupting = threading.Thread(target=interrupt, daemon=True)
+is_first = announced_rank(os.environ) == "0"
+if when == "start" and not is_first:
+    time.sleep(600)  # never comes
+if when == "start":
+    interrupting.start()
+world = dearmpi.connect()
+if when == "end" and not is_first:
+    time.sleep(600)
+interrupting.start()
+"""
+
+
+def run(how: str, *, ranks: int, folder: Path, script: str = SCRIPT) -> Ended:
     path = folder / "script.py"
-    path.write_text(SCRIPT)
+    path.write_text(script)
     return run_job(
         forked([sys.executable, path, how]),
         ranks=ranks,
@@ -131,3 +156,10 @@ def test_an_error_of_ours_begins_with_the_users_own_line(tmp_path: Path) -> None
     ended = run("dear", ranks=2, folder=tmp_path)
     first = next(line for line in ended.output.splitlines() if line.startswith("[rank "))
     assert "ConfigError" in first and "script.py:16, in <module>: op is 'mistaken'" in first
+
+
+@pytest.mark.parametrize("when", ["start", "end"])
+def test_an_interrupt_ends_a_rank_that_waits_inside_of_mpi(when: str, tmp_path: Path) -> None:
+    ended = run(when, ranks=2, folder=tmp_path, script=INTERRUPTED)
+    assert ended.returncode != 0 and ended.left_over == 0
+    assert "Traceback" not in ended.output and "has waited" not in ended.output

@@ -35,6 +35,7 @@ from dearmpi.comm.algorithms.registry import AlgorithmCollectives
 from dearmpi.comm.api.collectives import AllOf, Buffer, ReduceOp, Request
 from dearmpi.comm.process import (
     Library,
+    end_on_interrupt,
     failed_start,
     refuse_launcher,
     report_alone,
@@ -333,8 +334,13 @@ def initialize() -> None:
     level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
     requested, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
     start = ctypes.CDLL(MPI.__file__).MPI_Init_thread
-    with reported_exit(_end_unstarted):
-        code = start(None, None, requested, ctypes.byref(provided))
+    ends = end_on_interrupt()  # MPI waits here for ranks that an interrupt may have ended
+    try:
+        with reported_exit(_end_unstarted):
+            code = start(None, None, requested, ctypes.byref(provided))
+    finally:
+        if ends:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     if code:
         raise RuntimeError(f"MPI_Init_thread failed with code {code}")
     for comm in (MPI.COMM_WORLD, MPI.COMM_SELF):
