@@ -74,7 +74,7 @@ channel-not-opened
     Call `close()` on every `DistributedOptimizer` that is no longer needed.
 world-closed
     Something waited for communication after its world was closed.
-    Finish training, and read parameters, before `world.leave()` or `world.close()`.
+    Finish training before `world.leave()`, `world.close()` or `MPI.Finalize()`.
 wait-timed-out
     A wait for other ranks lasted longer than the stall limit.
     Read in the report what each rank does; raise the limit if a rank is only slow.

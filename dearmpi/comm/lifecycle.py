@@ -144,6 +144,7 @@ def _join_job(progress: ProgressMode, stall_limits: StallLimits | None, comm: ob
         deadline = limit_end(world, stall_limits or StallLimits()) if is_first else None
         abort_on_exception(world)
     atexit.register(leave, world, deadline)
+    _leave_before_finalize(world)
     return world
 
 
@@ -249,8 +250,10 @@ def leave(world: World, deadline: Deadline | None) -> None:
         ignore_signals()
     else:
         end_on_interrupt()  # in an exit handler Python prints it, and goes on to wait
-    if world.is_closed:
-        return  # closed without a wait for the other ranks, which may have work left
+    if world.is_closed:  # without a wait for the other ranks, which may have work left
+        if exit_status() and world.size > 1 and world.may_be_awaited and not _is_finalized():
+            world.abort(exit_status())
+        return
     if _is_finalized():
         safe_output.write(
             f"[rank {world.rank} on {world.host}] the program has called MPI.Finalize() while MPI "
@@ -271,6 +274,19 @@ def leave(world: World, deadline: Deadline | None) -> None:
         world.wait_for_abort()  # which may be why it failed
         safe_output.write(f"[rank {world.rank} on {world.host}] {error}")
         world.abort(error.exit_code)
+
+
+def _leave_before_finalize(world: World) -> None:
+    """Have the program's own ``MPI.Finalize()`` leave first: MPI would end it for a later call."""
+    if sys.modules.get("dearmpi.comm.backends.mpi") is None:  # a process that is a world by itself
+        return
+    from dearmpi.comm.backends import mpi
+
+    def leave_once() -> None:
+        if not world.is_closed:
+            world.leave()
+
+    mpi.precede_finalize(leave_once)
 
 
 def _close_without_mpi(world: World) -> None:
@@ -298,11 +314,11 @@ def abort_on_exception(world: World) -> None:
 
     def report(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
         world.wait_for_abort()
-        is_closed = world.is_closed
-        if not is_closed:
+        ends_alone = not world.may_be_awaited or (world.is_closed and _is_finalized())
+        if not ends_alone:
             ignore_signals()
         text = "\n".join(filter(None, (_describe(error), advise_on_workers(error))))
-        if is_closed:
+        if ends_alone:
             safe_output.write(text)
             return
         if _may_be_victim(error):

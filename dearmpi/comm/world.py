@@ -129,7 +129,7 @@ class World:
         self._shared: dict[str, Channel] = {}
         self._labels: Counter[str] = Counter()
         self._calling = threading.local()  # its ``name``: of the outermost call in progress
-        self._closed = False
+        self._closed = self._left = False
         self._process = os.getpid()
         if parent is None:
             self._ending = Ending()
@@ -518,6 +518,7 @@ class World:
             self._farewell.run(
                 "the end of the other ranks' programs", lambda c: c.start_all_reduce(here, "max")
             )
+            self._left = True
             self.close()
 
     @property
@@ -526,6 +527,11 @@ class World:
         if self._parent is not None:
             return self._parent.is_closed
         return self._closed or os.getpid() != self._process
+
+    @property
+    def may_be_awaited(self) -> bool:
+        """Whether other ranks may wait for this one, closed or not; never in a fork of a rank."""
+        return not self._left and os.getpid() == self._process
 
     def close(self) -> None:
         """Stop progress; no operation may be pending. Safe to call twice.

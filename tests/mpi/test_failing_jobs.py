@@ -55,6 +55,14 @@ if how == "wordless" and is_last:
 if how == "own hook" and is_last:
     sys.excepthook = lambda kind, error, trace: print("a hook of the script")
     raise ValueError("a wrong turn")
+if how == "closed" and is_last:
+    try:
+        raise ValueError("a wrong turn")
+    finally:
+        world.close()
+if how == "closed exit" and is_last:
+    world.close()
+    sys.exit(3)
 if how == "abort" and is_last:
     world.abort(7)
 if how == "abort in a thread" and is_last:
@@ -129,6 +137,8 @@ def run(how: str, *, ranks: int, folder: Path, script: str = SCRIPT) -> Ended:
         ("all", 4, 1, "ValueError: a wrong turn"),
         ("interrupt", 2, 130, "KeyboardInterrupt"),
         ("dear", 3, 2, "op is 'mistaken'"),
+        ("closed", 2, 1, "ValueError: a wrong turn"),
+        ("closed exit", 3, 3, ""),
         ("abort", 2, 7, ""),
         ("abort in a thread", 2, 7, ""),
         ("abort in a thread", 3, 7, ""),

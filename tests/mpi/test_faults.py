@@ -197,7 +197,7 @@ def test_one_rank_killed_from_outside_ends_the_job_in_time(script: Path) -> None
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("freeze", "rank 2 on {host}: does not answer (stopped, or its host is)"),
+        ("freeze", "rank 2 on {host}: does not answer (stopped, or its host is"),
         pytest.param("load", "read_a_batch_that_never_comes", marks=pytest.mark.slow),
         pytest.param("leave", "rank 2 has ended after 5 backprops", marks=pytest.mark.slow),
     ],

@@ -57,7 +57,7 @@ if how == "closed":
 """
 
 BY_ITSELF = """
-import sys, threading
+import ctypes, sys, threading
 import dearmpi
 from dearmpi.comm.progress import progress
 from dearmpi.comm.watchdog import watchdog
@@ -79,12 +79,42 @@ if "fails" in sys.argv:  # as an update of the last step, which nobody has waite
 
 from mpi4py import MPI
 
-MPI.Finalize()
+if "as a library" in sys.argv:
+    ctypes.CDLL(MPI.__file__).MPI_Finalize()
+else:
+    MPI.Finalize()
 if "looks on" in sys.argv:  # as while the script draws its pictures
     progress._WAKE_S, watchdog._TEND_S = 0.01, 0.0  # not before: it must not look meanwhile
     looked, tend = threading.Semaphore(0), world._watchdog.tend
     world._watchdog.tend = lambda: (tend(), looked.release())
     assert all(looked.acquire(timeout=60.0) for _ in range(3))
+"""
+
+TRAINS = """
+import sys
+import dearmpi
+import torch
+
+world = dearmpi.connect()
+model = torch.nn.Linear(4, 3)
+optimizer = dearmpi.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+from mpi4py import MPI
+
+step()
+if "one alone" not in sys.argv or world.rank:
+    MPI.Finalize()
+print(f"the sum is {sum(param.sum().item() for param in model.parameters())}\\n", end="")
+if "ends" not in sys.argv:
+    step()
+    step()
 """
 
 EXIT = """
@@ -146,12 +176,35 @@ def test_mpi_is_finalised_by_whoever_has_started_it(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["ends", "looks on", "leaves"])
-def test_a_script_that_ends_mpi_by_itself_ends_well(how: str, ranks: int, tmp_path: Path) -> None:
-    ended = run(BY_ITSELF, how, folder=tmp_path, ranks=ranks)
+@pytest.mark.parametrize(
+    "how", [["ends"], ["as a library"], ["as a library", "looks on"], ["leaves"]]
+)
+def test_a_script_that_ends_mpi_by_itself_ends_well(
+    how: list[str], ranks: int, tmp_path: Path
+) -> None:
+    ended = run(BY_ITSELF, *how, folder=tmp_path, ranks=ranks)
     assert ended.returncode == 0, ended.output
     told = ended.output.count("the program has called MPI.Finalize()")
-    assert told == (0 if how == "leaves" else ranks), ended.output
+    assert told == (ranks if "as a library" in how else 0), ended.output
+
+
+def test_a_script_that_ends_mpi_after_its_last_step_has_taken_it(tmp_path: Path) -> None:
+    ended = run(TRAINS, "ends", folder=tmp_path)
+    assert ended.returncode == 0 and "has called MPI.Finalize()" not in ended.output, ended.output
+    sums = [line for line in ended.output.splitlines() if line.startswith("the sum is")]
+    assert len(sums) == 2 and len(set(sums)) == 1, ended.output
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("trains on", "after its world was closed"), ("one alone", "has ended after 1 backprops")],
+)
+def test_training_on_after_mpi_has_ended_is_an_error_with_the_cause(
+    how: str, words: str, tmp_path: Path
+) -> None:
+    ended = run(TRAINS, how, folder=tmp_path)
+    assert ended.returncode != 0 and not ended.timed_out, ended.output
+    assert words in ended.output, ended.output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -139,7 +139,7 @@ WRONGS = [
     Wrong("killed", 9, ()),
     Wrong("exits", None, ()),
     Wrong("leaves", 3, ("ranks-out-of-step", "rank 1 has ended with exit status 3")),
-    Wrong("closed", 1, ("world-closed", "before world.leave()")),
+    Wrong("closed", 8, ("world-closed", "before world.leave()")),
     Wrong("made by some", 4, ("ranks-in-different-calls", "rank 2", "world.group([0, 1])")),
     Wrong("made of none", 4, ("ranks-in-different-calls", "world.group([0, 9])")),
     Wrong("comm inter", 2, ("wrong-type", "an inter-communicator", "Split()")),

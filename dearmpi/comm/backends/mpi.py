@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -368,6 +368,20 @@ def finalize() -> None:
     code = ctypes.CDLL(MPI.__file__).MPI_Finalize()
     if code:
         raise CommError(f"MPI_Finalize failed with code {code}", code="operation-failed")
+
+
+def precede_finalize(act: Callable[[], None]) -> None:
+    """Have ``act`` called first wherever the program calls ``MPI.Finalize()`` from now on.
+
+    A name bound before, as by ``from mpi4py.MPI import Finalize``, ends MPI without it.
+    """
+    finalize_at_once = MPI.Finalize
+
+    def act_and_finalize() -> None:
+        act()
+        finalize_at_once()
+
+    setattr(MPI, "Finalize", act_and_finalize)  # noqa: B010  a stub's function takes no assignment
 
 
 def is_finalized() -> bool:

@@ -154,7 +154,8 @@ class Progress:
                 if self._closing:
                     raise CommError(
                         f"{self._origin} waited for {what} after its world was closed; train, and "
-                        "call the world and its groups, before world.leave() or world.close()",
+                        "call the world and its groups, before world.leave(), world.close() or "
+                        "MPI.Finalize()",
                         code="world-closed",
                     )
                 wait(ready, backoff)

@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import cure_for, name_ranks, signal_handled, stack_of
 
+_LONGEST_ERROR = 200  # characters of another error's text
 _GIVING_UP = (  # by a status of 0, as of a program that has reached its end
     "; if the other rank has called sys.exit(), have it raise an exception or call "
     "world.abort(status), which end the job at once"
@@ -132,6 +134,15 @@ class Status:
         return is_level and self.has_read and not other.has_read
 
 
+def describe_handled() -> str:
+    """The error that the calling thread handles, in one line; empty for none."""
+    error = sys.exc_info()[1]
+    if error is None:
+        return ""
+    line = " ".join("".join(traceback.format_exception_only(error)).split())
+    return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} ..."
+
+
 def explain_hopeless(own: Status, other: Status) -> str:
     """Why the wait of ``own`` never ends, where ``other`` never joins it, and what to do.
 
@@ -189,6 +200,7 @@ class WatchedWait:
     requested_at: time of the last request. answers: of each rank. answered_at: time of each rank's
         last answer to any request. left_at: when each rank first answered that it has left.
     deferred_at, deferred_to: when another rank last polled in this one's place, and its number.
+    handled: the error on its way through a ``finally`` or ``except`` that waits; empty for none.
     """
 
     thread: int
@@ -209,6 +221,7 @@ class WatchedWait:
     training: str = ""
     num_recorded: int = 0
     num_judged: int = 0
+    handled: str = ""
 
     @property
     def has_news(self) -> bool:
@@ -217,10 +230,12 @@ class WatchedWait:
 
     @property
     def subject(self) -> str:
-        """What it waits for, and the wait that it interrupts."""
+        """What it waits for, the wait that it interrupts, and the error that is on its way."""
+        handled = f" (while it handles {self.handled})" if self.handled else ""
         if not self.interrupted:
-            return self.what
-        return f"{self.what} (in a handler that interrupted the wait for {self.interrupted})"
+            return f"{self.what}{handled}"
+        interrupted = f" (in a handler that interrupted the wait for {self.interrupted})"
+        return f"{self.what}{interrupted}{handled}"
 
     def skip(self, seconds: float, now: float) -> None:
         """Leave out ``seconds`` until ``now``, in which this process did not run."""

@@ -22,7 +22,14 @@ from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import stack_of
 from dearmpi.comm.messages.mail import Mail, Messenger
 from dearmpi.comm.watchdog.chains import find_chain
-from dearmpi.comm.watchdog.waits import CURE, StallReport, Status, WatchedWait, explain_hopeless
+from dearmpi.comm.watchdog.waits import (
+    CURE,
+    StallReport,
+    Status,
+    WatchedWait,
+    describe_handled,
+    explain_hopeless,
+)
 from dearmpi.errors import ConfigError, StallError
 
 _TEND_S = 0.2  # how often messages are looked for
@@ -165,6 +172,7 @@ class Watchdog:
             interrupted="" if outer is None else outer.what,
             group=self._group if in_exchange else "",
             training=training,
+            handled=describe_handled(),
         )
         if in_exchange:  # a signal handler's wait inside this one is outside of the exchange
             self._in_exchange = False
@@ -250,7 +258,7 @@ class Watchdog:
     def _report(self, wait: WatchedWait) -> str:
         """What every rank is doing, with the stacks of all that answered."""
         now = time.monotonic()
-        silence = "does not answer (stopped, or its host is)"
+        silence = "does not answer (stopped, or its host is, or its world is closed)"
         if wait.requested_at is None:
             silence = "was not polled"
         elif self._polls:

@@ -119,6 +119,25 @@ def test_ranks_that_ctrl_c_has_ended_at_different_moments_are_told_so(steps: int
     assert "unequal numbers of batches" not in str(error)
 
 
+def test_an_error_on_its_way_is_told_where_a_finally_waits() -> None:
+    """As where a rank's own error is not printed before it has closed its optimizer."""
+
+    def train(world: World) -> None:
+        world.begin_backprop()
+        if world.rank == 0:
+            world.begin_backprop()
+            world.progress.wait_until(threading.Event().is_set, what="the parameters of bucket 0")
+        try:
+            raise ValueError("a bad\nsample " + "x" * 1000)
+        finally:
+            world.barrier()
+
+    # Whichever rank finds out first ends the wait of both.
+    error = next(one for one in run_with_limits(2, train) if isinstance(one, StallError))
+    told = "for world.barrier() (wait for every rank) (while it handles ValueError: a bad sample x"
+    assert told in str(error) and "x" * 300 not in str(error)
+
+
 def test_two_ranks_that_wait_for_each_other_are_told_so() -> None:
     over = threading.Event()
 
