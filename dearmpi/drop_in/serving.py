@@ -87,6 +87,7 @@ class ModelServing:
         self.note_storage()
         self._newer: ModelServing | None = None  # another wrapper's, with the same parameters
         self._buffers_differ = True  # as far as this process knows, in a model that has some
+        self._has_trained = False  # since the model was wrapped, which makes buffers alike
         self._is_joined = False
         self._lacks_gradients = False  # of parameters that the next backward leaves out
         # Engines that have begun to average, whose gradients no step has used.
@@ -128,6 +129,7 @@ class ModelServing:
         if self._is_joined:
             self.engines[0].engine.begin_forward()
         self.broadcast_buffers()
+        self._has_trained = True
         self._buffers_differ = self._lacks_gradients = self.synchronizes
         if self.synchronizes:
             self._averaging.update(self._all_engines())
@@ -143,6 +145,19 @@ class ModelServing:
         differ, self._buffers_differ = self._buffers_differ, False
         if self._broadcasts and differ and not self._is_joined and self._has_buffers():
             dearmpi.broadcast_buffers(self._model, self._world, root=self._root)
+
+    def prepare_evaluation(self) -> None:
+        """A forward without gradients begins, perhaps on one rank alone: before all training, and
+        after a step, all have the same buffers (collective where they differ).
+        """
+        if self._newer is not None:
+            self._newer.prepare_evaluation()
+        elif self._has_trained:
+            self.broadcast_buffers()
+
+    def note_wrapped(self) -> None:
+        """The wrapper is made; its averager has copied rank 0's buffers."""
+        self._has_trained = False
 
     def note_step(self, engine: DistributedOptimizer) -> None:
         """Steps use gradients, and those of some engines send the buffers."""
@@ -238,6 +253,7 @@ class ModelServing:
         """Have an engine that has just been made."""
         self.engines.append(served)
         self.note_storage()
+        self._buffers_differ &= not self._broadcasts  # engines begin with rank 0's
 
     def note_storage(self) -> None:
         """Parameters lie where an engine has put them."""

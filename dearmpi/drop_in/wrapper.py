@@ -76,6 +76,7 @@ class DistributedDataParallel(nn.Module):
         self.register_forward_pre_hook(_prepare)
         if world.size > 1:
             self._serve().prepare()
+            self._serve().note_wrapped()
             if newer is False and broadcast_buffers is not False and init_sync:
                 dearmpi.broadcast_buffers(module, world)  # by this name, torch's does it once
 
@@ -194,7 +195,7 @@ def _prepare(wrapper: nn.Module, _: Any) -> None:
         return
     if not torch.is_grad_enabled():
         if wrapper._serving is not None:
-            wrapper._serving.broadcast_buffers()
+            wrapper._serving.prepare_evaluation()
         return
     if dearmpi.connect().size > 1 and (wrapper.training or wrapper._serving is not None):
         wrapper._serve().prepare()

@@ -206,11 +206,30 @@ def test_one_rank_may_read_a_gradient_and_the_optimizers_state(world: World) -> 
     for step in range(3):
         optimizer.zero_grad()
         loss_of(model(job.batch(step))).backward()
-        if world.is_root and step:
-            assert all(math.isfinite(float(p.grad.sum())) for p in params)
+        if world.is_root:  # norms first, which torch's clipping has ranks find together
+            norms = [float(p.grad.data.norm(2)) for p in params]
+            assert norms == [math.sqrt(float(p.grad.square().sum())) for p in params]
         optimizer.step()
         if world.is_root:
             assert len(optimizer.state_dict()["state"]) == 6
+
+
+def test_one_rank_may_evaluate_before_training_and_after_each_step(world: World) -> None:
+    module = nn.Sequential(network(), nn.BatchNorm1d(3, dtype=torch.float64))
+    model = dearmpi.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Job(TorchsWrapper, world.rank, world.size)
+    for step in range(3):
+        if world.is_root:
+            model.eval()
+            with torch.no_grad():
+                assert bool(model(job.batch(step)).isfinite().all())
+            model.train()
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+        values = world.all_gather_object([b.tolist() for b in module.buffers()])
+        assert all(one == values[0] for one in values)
 
 
 def test_what_cannot_be_served_is_refused_by_name(

@@ -39,6 +39,8 @@ _NORMS: Mapping[Any, tuple[str, int]] = {
     Tensor.norm: ("p", 2),
     **dict.fromkeys(NORMS_OF_LISTS, ("ord", 2)),
 }
+# A script that logs calls these on one rank alone; torch's clipping calls the others.
+_NORMS_OF_SCRIPTS = frozenset((torch.norm, Tensor.norm))
 # Changes in place that treat every element by itself: each rank makes them where it owns elements.
 _CHANGES: Mapping[Any, str] = {
     Tensor.mul_: "mul_",
@@ -173,7 +175,8 @@ class GradPlaceholder(Tensor):
         if func in _SAME:
             return args[0]
         found = _placeholders((args, kwargs))
-        if found and all(one._is_served(now=True) for one in found):
+        is_alone = func in _NORMS_OF_SCRIPTS  # perhaps: other ranks would have to take part
+        if found and all(one._is_served(now=not is_alone) for one in found):
             return _on_whole(func, args, kwargs, found)
         if func in _NORMS and (norm_type := _norm_type(func, *args[1:], **kwargs)) is not None:
             return _each(args[0], lambda one: _norm(one, norm_type, kwargs.get("dtype")))

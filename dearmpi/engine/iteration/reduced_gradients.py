@@ -188,7 +188,10 @@ class ReducedGradients:
             return self._gather()
 
     def _gather(self) -> dict[nn.Parameter, Tensor]:
-        self.wait()
+        if self._state.keeps_gradients:  # as a rank does that has read some before
+            self._wait_gathered()
+        else:
+            self.wait()
         buckets = self._state.buckets
         flags = [slot not in b.tracker.missing for b in buckets for slot in range(len(b.params))]
         active = [b.index in self._state.iteration.active for b in buckets for _ in b.params]
