@@ -24,6 +24,10 @@ from dearmpi.train.settings.sources import merge
 
 # A communication failure, a rank killed under MPICH, and a launcher that lost a host.
 _LOST = (8, 9, 255)
+# Signals that have ended a rank, as MPICH's launcher returns them: SIGABRT, by which a transport
+# ends ranks that were reading from a killed one, and SIGSEGV. The first is a CheckpointError's as
+# well, which no start survives: it counts where this start has saved.
+_ABORTED = (6, 11)
 _SIGNALLED = 128  # and more: a signal ended a rank or the launcher
 _INTERRUPTED = 128 + signal.SIGINT
 _PROBE_S = 20.0  # how long a host may take to start a program
@@ -90,10 +94,12 @@ class _Restarts:
             before, start_s = self._newest(), time.monotonic()
             environment = os.environ | {JOB: job, START: str(num_starts)}
             code = self.warnings.run(words, environment)
-            if not _is_lost(code) or self.warnings.came:
+            has_saved = self._newest() != before
+            may_be_aborted = self.line.kind == "hydra" and has_saved and code in _ABORTED
+            if not (_is_lost(code) or may_be_aborted) or self.warnings.came:
                 return code
             how = f"ended with {code} after {time.monotonic() - start_s:.0f} s"
-            num_vain = 0 if self._newest() != before else num_vain
+            num_vain = 0 if has_saved else num_vain
             if num_vain == self.max_restarts:
                 complain(f"error: {how}; {self._describe_limit()}")
                 return code

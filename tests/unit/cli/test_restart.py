@@ -79,6 +79,15 @@ def test_what_a_lost_rank_leaves_is_started_again(folder: Path, code: int) -> No
     assert len(starts(folder)) == 2
 
 
+@pytest.mark.parametrize("code", [6, 11])
+def test_an_abort_is_told_from_a_checkpoint_that_no_start_can_read(folder: Path, code: int) -> None:
+    """MPICH's launcher has one number for both, so a start has to have saved."""
+    (folder / "runs/a").mkdir(parents=True)
+    ends(folder, f"echo step-1 >runs/a/latest; exit {code}", f"exit {code}", "exit 0")
+    assert main(["restart", "--run", "runs/a", *COMMAND]) == code
+    assert len(starts(folder)) == 2
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, 4, 6, 7, 75, 130])
 def test_any_other_end_is_the_commands_own(folder: Path, code: int) -> None:
     ends(folder, f"exit {code}")
