@@ -95,7 +95,7 @@ import sys
 import dearmpi
 import torch
 
-world = dearmpi.connect()
+world = dearmpi.connect("poll" if "polls" in sys.argv else None)
 model = torch.nn.Linear(4, 3)
 optimizer = dearmpi.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
@@ -195,14 +195,15 @@ def test_a_script_that_ends_mpi_after_its_last_step_has_taken_it(tmp_path: Path)
     assert len(sums) == 2 and len(set(sums)) == 1, ended.output
 
 
+@pytest.mark.parametrize("progress", ["polls", "by a thread"])
 @pytest.mark.parametrize(
     ("how", "words"),
     [("trains on", "after its world was closed"), ("one alone", "has ended after 1 backprops")],
 )
 def test_training_on_after_mpi_has_ended_is_an_error_with_the_cause(
-    how: str, words: str, tmp_path: Path
+    how: str, words: str, progress: str, tmp_path: Path
 ) -> None:
-    ended = run(TRAINS, how, folder=tmp_path)
+    ended = run(TRAINS, how, progress, folder=tmp_path)
     assert ended.returncode != 0 and not ended.timed_out, ended.output
     assert words in ended.output, ended.output
 

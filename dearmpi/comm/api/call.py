@@ -4,6 +4,7 @@ program a thread is.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -60,7 +61,8 @@ class Call:
 
 _NUM_FRAMES = 6
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-_HIDDEN = (_PACKAGE, threading.__file__)
+_NAME = os.path.basename(_PACKAGE)
+_HIDDEN = (_PACKAGE, threading.__file__, contextlib.__file__)
 _LIBRARIES = tuple(f"site-packages{os.sep}{name}{os.sep}" for name in ("torch", "click"))
 _NOT_THE_USERS = (_PACKAGE, os.path.dirname(os.__file__) + os.sep, "<frozen ")
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
@@ -133,14 +135,18 @@ def origin_of(error: BaseException) -> str:
 
     Such as "train.py:41, in main"; a place in a library if no frame is the user's.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        frame
-        for frame in frames
-        if _INSTALLED not in frame.filename and not frame.filename.startswith(_NOT_THE_USERS)
-    ]
-    shown = (own or frames)[-1:]
-    return "".join(f"{frame.filename}:{frame.lineno}, in {frame.name}" for frame in shown)
+    frames = list(traceback.walk_tb(error.__traceback__))
+    shown = ([(frame, line) for frame, line in frames if _is_users(frame)] or frames)[-1:]
+    return "".join(
+        f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}" for frame, line in shown
+    )
+
+
+def _is_users(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    if path == "<string>":  # perhaps the constructor of one of this package's dataclasses
+        return not str(frame.f_globals.get("__name__")).startswith(f"{_NAME}.")
+    return _INSTALLED not in path and not path.startswith(_NOT_THE_USERS)
 
 
 def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:

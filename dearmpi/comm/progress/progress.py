@@ -125,9 +125,12 @@ class Progress:
     def poll(self) -> None:
         """In ``poll`` mode, drive all lanes once; does nothing in ``thread`` mode.
 
-        Nor does it in a fork: operations under way belong to the parent.
+        Nor does it in a fork, where operations under way belong to the parent, or after ``close``,
+        since MPI may have ended.
         """
-        if self.mode == "poll" and os.getpid() == self._process and not self.is_driver():
+        if self.mode != "poll" or self._closing:
+            return
+        if os.getpid() == self._process and not self.is_driver():
             self._advance()
             self.raise_failure()
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
+from dearmpi.comm.api.call import origin_of, stack_of
 from dearmpi.comm.messages.values import HostBuffer
 from dearmpi.comm.world import World
-from dearmpi.config import ProgressMode
-from dearmpi.errors import MismatchError
+from dearmpi.config import EngineConfig, ProgressMode
+from dearmpi.errors import ConfigError, MismatchError
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 
@@ -161,3 +164,26 @@ print(gc.isenabled())
 def test_a_look_at_a_stack_while_threads_begin_and_end_and_garbage_is_collected_returns() -> None:
     command = [sys.executable, "-c", _LOOKING]
     assert subprocess.check_output(command, text=True, timeout=120) == "True\n"
+
+
+def test_the_place_of_an_error_is_the_users_line_even_below_generated_code() -> None:
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig(shards="whole", gather="gradients")
+    place = f"{__file__}:{raised.tb.tb_lineno}, in {raised.tb.tb_frame.f_code.co_name}"
+    assert origin_of(raised.value) == place
+
+
+def test_the_place_of_an_error_may_be_in_a_program_without_a_file() -> None:
+    program = compile("def train():\n    raise ValueError\ntrain()", "<string>", "exec")
+    with pytest.raises(ValueError) as raised:
+        exec(program, {"__name__": "__main__"})
+    assert origin_of(raised.value) == "<string>:2, in train"
+
+
+def test_a_stack_names_the_line_that_enters_a_context_not_the_library_that_does() -> None:
+    @contextlib.contextmanager
+    def look() -> Iterator[tuple[str, ...]]:
+        yield stack_of(threading.get_ident())
+
+    with look() as stack:
+        assert not any("contextlib.py" in place for place in stack), stack
