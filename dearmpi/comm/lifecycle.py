@@ -283,8 +283,8 @@ def _leave_before_finalize(world: World) -> None:
     from dearmpi.comm.backends import mpi
 
     def leave_once() -> None:
-        if not world.is_closed:
-            world.leave()
+        if not world.is_closed:  # an exit handler may end MPI, after a status is known
+            world.leave(exit_status=exit_status())
 
     mpi.precede_finalize(leave_once)
 

@@ -118,13 +118,19 @@ if "ends" not in sys.argv:
 """
 
 EXIT = """
-import sys
+import atexit, sys
 import dearmpi
 
 world = dearmpi.connect()
 world.barrier()
+if "a handler" in sys.argv:
+    from mpi4py import MPI
+
+    atexit.register(MPI.Finalize)
 if world.is_root or "all" in sys.argv:
     sys.exit(3)
+if "a handler" in sys.argv:
+    world.barrier()  # in vain
 """
 
 ALONE = """
@@ -223,6 +229,13 @@ def test_a_script_at_whose_end_ranks_exit_with_a_status_ends_with_it(
 ) -> None:
     ended = run(EXIT, who, folder=tmp_path)
     assert ended.returncode == 3 and "[rank " not in ended.output, ended.output
+
+
+def test_a_rank_that_ends_mpi_in_an_exit_handler_ends_the_job_with_its_status(
+    tmp_path: Path,
+) -> None:
+    ended = run(EXIT, "a handler", folder=tmp_path)
+    assert ended.returncode == 3 and "with exit status 3" in ended.output, ended.output
 
 
 def test_a_process_outside_its_launchers_world_ends_though_mpi_does_not(tmp_path: Path) -> None:
