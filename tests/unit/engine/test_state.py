@@ -311,6 +311,14 @@ class FilledWhenMade(torch.optim.Optimizer):
                 param.addcdiv_(param.grad, state["sum"].sqrt(), value=-rate)
 
 
+def take_step(model: nn.Module, optimizer: Any, world: World | None, step: int) -> None:
+    """On this rank's samples of the batch of ``step``; without a world, on all of them."""
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)).double()
+    optimizer.zero_grad()
+    model(inputs if world is None else inputs[world.rank :: world.size]).square().mean().backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize("gather", ["parameters", "gradients"])
 def test_an_optimizer_that_has_its_state_from_the_start_trains_as_alone(gather: Gather) -> None:
     def train(world: World | None) -> list[Tensor]:
@@ -320,11 +328,7 @@ def test_an_optimizer_that_has_its_state_from_the_start_trains_as_alone(gather: 
         if world is not None:
             optimizer = DistributedOptimizer(optimizer, model, world=world, gather=gather)
         for step in range(4):
-            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)).double()
-            mine = inputs if world is None else inputs[world.rank :: world.size]
-            optimizer.zero_grad()
-            model(mine).square().mean().backward()
-            optimizer.step()
+            take_step(model, optimizer, world, step)
         return [param.detach().clone() for param in model.parameters()]
 
     alone = train(None)
@@ -360,11 +364,7 @@ def test_texts_in_the_state_are_those_that_were_saved(gather: Gather) -> None:
         if world is not None:
             optimizer = DistributedOptimizer(optimizer, model, world=world, gather=gather)
         for step in range(4):
-            inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)).double()
-            mine = inputs if world is None else inputs[world.rank :: world.size]
-            optimizer.zero_grad()
-            model(mine).square().mean().backward()
-            optimizer.step()
+            take_step(model, optimizer, world, step)
             if world is not None and step == 1:
                 saved = copy.deepcopy(optimizer.state_dict())
                 optimizer.load_state_dict(saved)
