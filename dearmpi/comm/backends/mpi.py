@@ -73,6 +73,10 @@ _COMM_TAG = _MESSAGE_TAG - 1  # on MPI_COMM_WORLD, of what ranks give to connect
 _POLL_S = 1e-3
 _LONG = 100  # ranks as text
 
+# What Open MPI is told unless the user has. Between two ranks its TCP "puts" a large message as a
+# whole, and what the other rank needs to send its own waits behind it: half of a full-duplex link.
+_TCP_FLAGS = ("OMPI_MCA_btl_tcp_flags", "send,inplace")
+
 
 class MpiRequest(Request):
     """An MPI request that keeps its buffers alive until it is complete."""
@@ -331,6 +335,8 @@ def initialize() -> None:
     if MPI.Is_initialized():
         return
     refuse_launcher(MPI.Get_library_version(), os.environ)
+    if MPI.Get_library_version().startswith("Open MPI"):
+        os.environ.setdefault(*_TCP_FLAGS)
     level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
     requested, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
     start = ctypes.CDLL(MPI.__file__).MPI_Init_thread
