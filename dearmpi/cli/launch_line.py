@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Literal
 
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.fields import regular_file
 
 Kind = Literal["hydra", "openmpi", "srun"]
 _ASK_S = 30.0  # for the version of a launcher, and SLURM's list of hosts
@@ -246,7 +247,7 @@ def _read_host(text: str) -> tuple[str, int | None]:
 def _read_file(path: str) -> list[tuple[str, int | None]]:
     """Hosts of a file, by the lines ``n0``, ``n0:2`` or ``n0 slots=2``."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with regular_file(path).open(encoding="utf-8") as file:
             lines = [line.partition("#")[0].split() for line in file]
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "no text"

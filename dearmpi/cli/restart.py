@@ -19,6 +19,7 @@ from dearmpi.cli.launch_line import JOB, START, LaunchLine, read_launch_line
 from dearmpi.cli.requeue import EXIT_PREEMPTED, WarningSignals
 from dearmpi.cli.run import read_sources, run
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.train.settings.settings import RunSettings
 from dearmpi.train.settings.sources import merge
 
@@ -117,7 +118,7 @@ class _Restarts:
     def _newest(self) -> str | None:
         """The newest checkpoint's name; None where there is none or the folder is not known."""
         try:
-            return None if self.folder is None else (self.folder / "latest").read_text()
+            return None if self.folder is None else regular_file(self.folder / "latest").read_text()
         except (OSError, UnicodeDecodeError):
             return None
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.errors import CheckpointError, ConfigError, DataError, DearError
+from dearmpi.plan.data.fields import regular_file
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -262,6 +263,6 @@ def _lock(path: Path) -> int | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return regular_file(path).read_text(encoding="utf-8").strip()
     except OSError:
         return ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -125,6 +128,19 @@ _KINDS = {
 """The files of this package, by a key that stands in no other."""
 
 
+def regular_file(path: str | Path) -> Path:
+    """``path``, which leads to a regular file. Raises OSError for anything else: a program that
+    opens a FIFO waits for another one that writes.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = "a FIFO or pipe" if stat.S_ISFIFO(mode) else "a device or socket"
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+    return Path(path)
+
+
 def read_text(path: str | Path, *, mark: str, words: Sequence[str] = ()) -> str:
     """All of the file at ``path``, of the kind ``mark``. Raises ConfigError if it has no text.
 
@@ -132,7 +148,7 @@ def read_text(path: str | Path, *, mark: str, words: Sequence[str] = ()) -> str:
     """
     kind = _KINDS[mark]
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return regular_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = kind.split(",")[0].removeprefix("a ")
         reason = error.strerror if isinstance(error, OSError) else "it is no text"

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from dearmpi.errors import ConfigError, DataError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.plan.data.plan import Plan, read_plan
 from dearmpi.report.read.pace import Pace, SlowRanks
 from dearmpi.report.read.recording import Recording, record
@@ -138,7 +139,7 @@ def _read_plan(path: Path, notes: list[str]) -> Plan | None:
 
 def _read(path: Path, parse: Any, notes: list[str]) -> Mapping[str, Any]:
     try:
-        values = parse(path.read_text(encoding="utf-8"))
+        values = parse(regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         notes.append(f"{path.name} is missing.")
     except (OSError, ValueError, yaml.YAMLError):
@@ -258,11 +259,12 @@ def read_history(path: Path) -> History:
     Raises DataError where the file is there but cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = regular_file(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return History(notes=(f"There are no metrics: {path.name} is missing.",))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", code="unreadable-file") from error
+    lines = text.splitlines()
     rows = [_parse(line) for line in lines]
     good = {row.step: row for row in rows if row is not None}
     notes = []

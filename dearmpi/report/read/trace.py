@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.fields import regular_file
 
 FOLDER = "trace"
 _NAME = re.compile(r"rank-(\d+)\.json")
@@ -126,7 +127,7 @@ def read_trace(path: Path) -> Trace | None:
     Raises ConfigError for a file that cannot be read or is no trace.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = regular_file(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(
             f"cannot read the trace {path}: {error.strerror}", code="unreadable-file"

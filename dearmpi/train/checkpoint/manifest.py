@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from dearmpi.errors import CheckpointError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.train.disk import file_bytes
 
 FILE_NAME = "manifest.json"
@@ -93,7 +94,7 @@ def part_name(rank: int) -> str:
 
 def record_file(path: Path) -> FileRecord:
     """Measure the file at ``path``, reading all of it."""
-    with open(path, "rb") as file:
+    with regular_file(path).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileRecord(bytes=file.tell(), sha256=digest)
 
@@ -174,7 +175,7 @@ def short(digest: str) -> str:
 
 def _read_body(path: Path) -> dict[str, Any]:
     try:
-        body = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        body = json.loads(regular_file(path).read_bytes(), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: not a complete checkpoint", code="no-checkpoint"

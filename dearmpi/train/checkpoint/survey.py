@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dearmpi.errors import CheckpointError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.train import disk
 from dearmpi.train.checkpoint import manifest
 from dearmpi.train.checkpoint.manifest import Manifest
@@ -287,7 +288,7 @@ def _read_latest(run_folder: Path) -> str | None:
 
 def _read_pointer(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        return regular_file(path).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 from dearmpi.errors import ConfigError, DearError, UsageError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.train import disk
 from dearmpi.train.metrics.step_times import LISTS, SUMMARY, RankTimes, rank_columns
 from dearmpi.train.metrics.trackers import Trackers
@@ -193,7 +194,7 @@ def check_names(names: Sequence[str]) -> None:
 def _read_lines(path: Path) -> Iterator[str]:
     """Yield the whole lines of ``path``: none where there is no file, not the last half line."""
     if path.exists():
-        *whole, _half = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        *whole, _half = regular_file(path).read_text("utf-8", errors="replace").split("\n")
         yield from whole
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dearmpi.config import known_names
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.train import disk
 
 PROJECT = "dearmpi"  # in a tracker's service, where the environment names no other
@@ -63,7 +64,7 @@ class TrackedRun:
 
     def _ids(self) -> dict[str, Any]:
         try:
-            ids = json.loads(self._file.read_text(encoding="utf-8"))
+            ids = json.loads(regular_file(self._file).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return ids if isinstance(ids, dict) else {}

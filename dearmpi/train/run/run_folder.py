@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from dearmpi.errors import CheckpointError, ConfigError, DearError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.train import disk
 from dearmpi.train.disk import FolderLock, is_folder, is_there
 
@@ -162,7 +163,7 @@ class RunFolder:
         for an unreadable file: the run would silently begin anew.
         """
         try:
-            return Path(json.loads(self.begun_from.read_text(encoding="utf-8")))
+            return Path(json.loads(regular_file(self.begun_from).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
@@ -201,7 +202,7 @@ class RunFolder:
         if not self.holds_run:
             return "holds other files"
         try:
-            reached = Path(self.latest.read_text(encoding="utf-8").strip()).name
+            reached = Path(regular_file(self.latest).read_text(encoding="utf-8").strip()).name
         except FileNotFoundError:
             return "holds a run without a checkpoint"
         except (OSError, ValueError):

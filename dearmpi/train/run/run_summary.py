@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.report.draw.units import digits, time_text, value_text
 from dearmpi.train.checkpoint.survey import list_runs
 from dearmpi.train.metrics import metrics
@@ -95,7 +96,7 @@ def summarize_run(path: Path) -> RunSummary:
 
 def _read(path: Path, parse: Callable[[str], Any], failure: type[Exception]) -> Mapping[str, Any]:
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        content = parse(regular_file(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, failure):
         return {}
     return content if isinstance(content, dict) else {}

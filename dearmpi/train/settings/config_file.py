@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from dearmpi.errors import ConfigError
+from dearmpi.plan.data.fields import regular_file
 
 # YAML 1.1 makes a number of 20261121_1, and of 12:30. What is one follows from the setting instead.
 _RECOGNISED = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "merge"))
@@ -47,7 +48,7 @@ def read_config(path: Path) -> dict[Any, object]:
     is given twice.
     """
     try:
-        loader = _ConfigLoader(path.read_text(encoding="utf-8"))
+        loader = _ConfigLoader(regular_file(path).read_text(encoding="utf-8"))
         loader.name = str(path)
         content = loader.get_single_data()
     except (OSError, UnicodeDecodeError) as error:

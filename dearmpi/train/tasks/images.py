@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dearmpi.errors import DataError, TaskError
+from dearmpi.plan.data.fields import regular_file
 from dearmpi.train.disk import files_below, folders_in, is_folder
 from dearmpi.train.tasks.image_models import (
     ImageShape,
@@ -123,7 +124,7 @@ def read_picture(path: Path, size: int) -> Tensor:
         "PIL.Image", library="Pillow", extra="images", needed_by=f"task {NAME}"
     )
     try:
-        with image_module.open(path) as picture:
+        with image_module.open(regular_file(path)) as picture:
             mode = picture.mode
             scaled = picture.convert("RGB").resize((size, size))
     except Exception as error:

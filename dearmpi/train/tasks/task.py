@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args, get_origin, 
 
 from dearmpi.config import known_names
 from dearmpi.errors import TaskError
+from dearmpi.plan.data.fields import regular_file
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -171,7 +172,7 @@ def _meant(place: str) -> str:
     Those that return a ``Task`` by their annotation, else those that take one argument.
     """
     try:
-        with open(place, encoding="utf-8") as file:
+        with regular_file(place).open(encoding="utf-8") as file:
             body = ast.parse(file.read()).body
     except (OSError, ValueError, SyntaxError):
         body = []

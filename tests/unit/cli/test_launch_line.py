@@ -26,6 +26,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     stand_in(tmp_path / "bin" / "scontrol", 'case $3 in "s[0-2]") echo s0; echo s1; echo s2; esac')
     monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "plain").write_text("n0\nn1  # the old one\n\n")
+    (tmp_path / "empty").touch()
     (tmp_path / "numbers").write_text("n0:2\nn1 slots=4\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -153,7 +154,8 @@ def test_two_dashes_tell_the_program_from_options_of_which_nothing_is_known() ->
         ("mpirun -hosts n0,,n1 train", "malformed-value", "empty name"),
         ("mpirun -hosts n0:none train", "malformed-value", "'none'"),
         ("mpirun -f nowhere train", "file-missing", "nowhere"),
-        ("mpirun -f /dev/null train", "malformed-value", "/dev/null"),
+        ("mpirun -f /dev/null train", "file-missing", "/dev/null: it is a device"),
+        ("mpirun -f empty train", "malformed-value", "empty names none"),
     ],
 )
 def test_a_line_that_no_launcher_takes_is_refused_before_the_start(
