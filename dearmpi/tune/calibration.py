@@ -6,6 +6,7 @@ Imports no torch, so that costs can be read where nothing is trained.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from dearmpi.plan.model.network import Levels
 from dearmpi.version import __version__
 
 FORMAT = 1
+_SAME_FIT = 1e-6  # which another machine's arithmetic stays far below
 _LARGEST_ERROR = 0.2  # of a fit; on a quiet machine it is a few hundredths
 
 
@@ -227,7 +229,7 @@ def parse_calibration(text: str, place: str) -> Calibration:
     """What ``Calibration.to_json`` wrote; ``place`` names it in errors.
 
     The fits are made anew from the samples. Raises ConfigError for a field that is missing or
-    wrong, and for samples too few to fit.
+    wrong, for samples too few to fit, and for a fit in the file that is not theirs.
     """
     cure = "measure the link again with dear-train calibrate"
     data = read_fields(text, place, mark="reduce_scatter", cure=cure)
@@ -239,7 +241,7 @@ def parse_calibration(text: str, place: str) -> Calibration:
         )
     algorithm: Any = data.text("algorithm")
     with errors_name(place):
-        return Calibration(
+        found = Calibration(
             hosts,
             data.text("library"),
             algorithm,
@@ -252,6 +254,24 @@ def parse_calibration(text: str, place: str) -> Calibration:
             grid=_parse_grid(data.fields("grid")) if "grid" in data else None,
             version=data.text("version"),
         )
+    for key, fit in zip(("reduce_scatter", "all_gather"), found.fits, strict=True):
+        _check_fit(data.fields(key), fit)
+    return found
+
+
+def _check_fit(data: Fields, fit: LinkFit) -> None:
+    """Raise ConfigError where the file names a fit that its samples do not give, as after an edit
+    by hand, which would otherwise change nothing.
+    """
+    for key, fitted in {**asdict(fit.link), "relative_error": fit.relative_error}.items():
+        written = data.number(key, fitted)
+        if not math.isclose(written, fitted, rel_tol=_SAME_FIT, abs_tol=1e-15):
+            raise data.problem(
+                key,
+                f"is {written:g}, but its samples give {fitted:g}, and they are what counts; edit "
+                "the samples and leave this out, or give --network alpha,beta to dear-train "
+                "simulate",
+            )
 
 
 def read_calibration(path: str | Path) -> Calibration:

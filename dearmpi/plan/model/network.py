@@ -176,6 +176,12 @@ class Network:
                 "size",
                 code="topology-misfit",
             )
+        if self.levels is None and self.node is not None and self.node.num_ranks % sizes[0]:
+            raise ConfigError(
+                f"topology {text} has {sizes[0]} ranks in its inner dimension, but "
+                f"{self.node.num_ranks} share a node; give an inner size that divides these",
+                code="topology-misfit",
+            )
         if rates and self.levels is None:
             raise ConfigError(
                 f"topology is {text!r}, but nothing tells what each dimension of {self.name} "
@@ -224,6 +230,18 @@ class Network:
             self.node.alpha_s, self.node.beta_s_per_byte, min(world_size, self.node.num_ranks)
         )
         return within, self.costs.at(math.ceil(world_size / self.node.num_ranks))
+
+    def describe_last_node(self, world_size: int) -> str:
+        """What is simulated where ranks do not fill the last node; empty where they do."""
+        if self.node is None or not (left := world_size % self.node.num_ranks):
+            return ""
+        room = self.node.num_ranks
+        if world_size < room:
+            return f"all {world_size} ranks are on one node, which has room for {room}"
+        return (
+            f"{world_size} ranks do not fill nodes of {room}: the last one has {left}, and is "
+            "taken to be as slow as a full one. A job with such hosts has no topology but flat"
+        )
 
     def with_node(self, node: Node) -> Network:
         """The same between nodes like ``node``."""

@@ -129,6 +129,8 @@ def describe_comparison(comparison: Comparison) -> list[str]:
         f"{_BOUND} {comparison.bound_s:.4f} s = max(computation, bytes on the wire "
         f"{comparison.wire_s:.4f})",
     ]
+    if last_node := network.describe_last_node(comparison.world_size):
+        lines.append(f"nodes: {last_node}")
     if comparison.best_other is not None:
         name = comparison.best_other.method.name
         lines.append(f"speed-up over {name}, the best of those that are not DeAR")

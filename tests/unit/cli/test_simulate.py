@@ -141,6 +141,20 @@ def test_ranks_that_shared_a_node_when_the_network_was_measured_are_not_put_on_n
     assert "measured with 2 ranks on n0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("world_size", "told"),
+    [(16, ""), (14, "the last one has 2"), (3, "all 3 ranks are on one node")],
+)
+def test_ranks_that_do_not_fill_the_nodes_are_told(
+    world_size: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nodes = ["--ranks-per-node", "4", "--node-network", "1e-6,1e-10"]
+    arguments = [*SMALL, "--method", "serial", "--world-size", str(world_size)]
+    assert main(["simulate", *arguments, *nodes]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nodes: ")]
+    assert len(lines) == bool(told) and all(told in line for line in lines)
+
+
 def test_a_topology_is_of_dear_alone(tmp_path: Path) -> None:
     """Inside a host bytes are ten times as fast, and half of a bucket leaves it: DeAR gains."""
 

@@ -137,6 +137,17 @@ def test_a_wrong_file_is_refused(path: tuple[Any, ...], value: object, words: An
     assert all(word in str(caught.value) for word in ("link.json", *words))
 
 
+@pytest.mark.parametrize("key", ["alpha_s", "beta_s_per_byte", "wire_share", "relative_error"])
+def test_a_fit_that_was_changed_by_hand_is_refused(key: str) -> None:
+    """The samples count, so it would change nothing."""
+    found = json.loads(made().to_json())
+    found["all_gather"][key] = 0.75
+    with raises(ConfigError, "malformed-file", f"link.json: all_gather: {key} is 0.75"):
+        parse_calibration(json.dumps(found), "link.json")
+    del found["all_gather"][key]
+    assert parse_calibration(json.dumps(found), "link.json") == made()
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the calibration .*missing\.json"):
         read_calibration(tmp_path / "missing.json")

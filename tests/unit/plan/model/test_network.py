@@ -157,5 +157,7 @@ def test_hosts_are_the_nodes_or_what_was_measured() -> None:
     for text, told in (("2x4", (8, 64)), ("2x1x32", (64, "2 or more"))):
         with raises(ConfigError, "topology-misfit", *told):
             measured.with_topology(text, 64)
+    with raises(ConfigError, "topology-misfit", "6x8", 6, 8):
+        nodes.with_topology("6x8", 48)
     with raises(ConfigError, "topology-misfit", 3, 2):
         measured.with_topology("2x4x8", 64)
