@@ -229,7 +229,7 @@ def parse_calibration(text: str, place: str) -> Calibration:
     """What ``Calibration.to_json`` wrote; ``place`` names it in errors.
 
     The fits are made anew from the samples. Raises ConfigError for a field that is missing or
-    wrong, for samples too few to fit, and for a fit in the file that is not theirs.
+    wrong, for samples too few to fit, and where the file has other fits.
     """
     cure = "measure the link again with dear-train calibrate"
     data = read_fields(text, place, mark="reduce_scatter", cure=cure)
