@@ -311,12 +311,12 @@ class World:
         return unpack(sent, reader=self._origin)
 
     @answers_guesses("world.broadcast_object", COLLECTIVE)
-    def broadcast_object(self, value: Any = None, root: int = 0) -> Any:
+    def broadcast_object(self, value: Any = None, root: SupportsIndex = 0) -> Any:
         """The object of ``root``, pickled on its way; the others' is ignored (collective).
 
         Raises ConfigError on every rank if it cannot be pickled, or exceeds 2 GiB.
         """
-        self._check_root(root)
+        root = self._check_root(root)
         own = value if self.rank == root else None
         packed = pack(own, copies=1, origin=self._origin)
         with self.named_call("world.broadcast_object()"):
@@ -325,9 +325,9 @@ class World:
         return unpack([sent], reader=self._origin)[0]
 
     @answers_guesses("world.broadcast", COLLECTIVE)
-    def broadcast(self, buffer: Buffer, root: int = 0) -> None:
+    def broadcast(self, buffer: Buffer, root: SupportsIndex = 0) -> None:
         """Overwrite ``buffer`` (a 1-D, contiguous tensor) with that of ``root`` (collective)."""
-        self._check_root(root)
+        root = self._check_root(root)
         check_contiguous("broadcast", buffer)
         with self.named_call("world.broadcast()"):
             self._exchange(
@@ -379,15 +379,19 @@ class World:
         If all weights are 0, so is the result on all ranks: leave the step out on all.
         Raises ConfigError on all ranks for a weight that is negative or not finite.
         """
-        is_good = 0 <= weight < math.inf
-        total, num_bad = self.all_reduce([weight if is_good else 0.0, not is_good])
+        try:
+            value = float(weight)
+        except (TypeError, ValueError, OverflowError):
+            value = math.nan
+        is_good = 0 <= value < math.inf
+        total, num_bad = self.all_reduce([value if is_good else 0.0, not is_good])
         if num_bad:
             raise ConfigError(
                 f"weight is {weight} on rank {self.rank}, and {num_bad:.0f} of {self.size} ranks "
                 "have one that is negative or not finite; give a number of 0 or more",
                 code="out-of-range",
             )
-        return weight * self.size / total if total else 0.0
+        return value * self.size / total if total else 0.0
 
     @answers_guesses("world.barrier", COLLECTIVE)
     def barrier(self) -> None:
@@ -472,11 +476,19 @@ class World:
                 code="settings-contradict",
             )
 
-    def _check_root(self, root: int) -> None:
+    def _check_root(self, root: SupportsIndex) -> int:
+        """``root`` as an int. Raises ConfigError unless it is a rank."""
+        root = _whole(root)
+        if isinstance(root, bool) or not isinstance(root, int):
+            raise ConfigError(
+                f"root is {root!r}, of type {type(root).__name__}; give the number of a rank",
+                code="wrong-type",
+            )
         if not 0 <= root < self.size:
             raise ConfigError(
                 f"root is rank {root}, but the world size is {self.size}", code="out-of-range"
             )
+        return root
 
     def _exchange(self, operation: str, steps: Steps[Result]) -> Result:
         """The result of ``steps``.

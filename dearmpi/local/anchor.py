@@ -211,9 +211,11 @@ class FiniteCheck:
 
 
 def _are_finite(tensors: Sequence[Tensor]) -> list[bool]:
-    """A sum is not finite if one of its numbers is not; a device is waited for once."""
+    """A sum is not finite if one of its numbers is not, or if it is too large; a device is waited
+    for once.
+    """
     if not tensors:
         return []
     device = tensors[0].device
-    flags: list[bool] = torch.stack([one.sum().isfinite().to(device) for one in tensors]).tolist()
-    return flags
+    sums: list[bool] = torch.stack([one.sum().isfinite().to(device) for one in tensors]).tolist()
+    return [flag or bool(one.isfinite().all()) for flag, one in zip(sums, tensors, strict=True)]

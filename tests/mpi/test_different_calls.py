@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -84,3 +86,22 @@ def test_ranks_that_clip_or_scale_by_different_numbers_are_told_both(
         _NUMBERS[other][world.rank == world.size - 1](world, optimizer, optimizer, model)
     assert other in str(raised.value), raised.value
     optimizer.close()
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+@pytest.mark.parametrize("num", [3, 40])
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_not_finite_reduce_alike_on_all_ranks(
+    world: World, op: Literal["sum", "max", "min"], num: int
+) -> None:
+    """MPI's max and min may pass over NaN on some ranks; numpy warns of sums beyond its range."""
+    for holder in range(world.size):
+        own = [math.nan, -math.inf, 1e308] if world.rank == holder else [1.0, math.inf, 1e308]
+        reduced = world.all_reduce((own * num)[:num], op)
+        first, second, third = reduced[:3]
+        assert math.isnan(first)
+        if world.size > 1:
+            right = {"sum": math.nan, "max": math.inf, "min": -math.inf}[op]
+            assert second == right or (op == "sum" and math.isnan(second))
+            assert third == (math.inf if op == "sum" else 1e308)
+        assert len(set(world.all_gather_text(str(reduced)))) == 1

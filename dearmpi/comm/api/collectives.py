@@ -228,12 +228,23 @@ def check_contiguous(operation: str, buffer: Buffer) -> None:
             "broadcast_object(x) or all_gather_object(x) for any object",
             code="wrong-type",
         )
-    if not buffer.is_contiguous():
+    if getattr(buffer, "is_meta", False):
+        raise ConfigError(
+            f"{operation} of a tensor on the meta device, which has no memory; call to_empty() or "
+            "torch.empty_like(x, device='cpu') first",
+            code="wrong-type",
+        )
+    if not buffer.is_contiguous() or _is_lazy(buffer):
         raise ConfigError(
             f"{operation} of {buffer.numel()} elements that are not contiguous in memory; pass a "
             "contiguous copy, and copy the result back",
             code="buffer-not-contiguous",
         )
+
+
+def _is_lazy(buffer: Any) -> bool:
+    """Whether memory holds other values than the tensor shows: conjugates, or those negated."""
+    return any(getattr(buffer, name, bool)() for name in ("is_conj", "is_neg"))
 
 
 def even_shards(operation: str, buffer: Buffer, size: int) -> Cuts:

@@ -76,16 +76,28 @@ def meet(
 def reduce_values(
     collectives: Collectives, call: Call, /, *, values: Values, op: ReduceOp
 ) -> Generator[Request, None, Values]:
-    """``values`` reduced over the ranks. Few are reduced in rank order, so alike on all ranks."""
-    contents = yield from meet(collectives, call, values.tobytes())
-    if values.nbytes <= INLINE_BYTES:
+    """``values`` reduced over the ranks. Few are reduced in rank order, so alike on all ranks.
+
+    What is NaN on any rank is NaN in the result.
+    """
+    is_short = values.nbytes <= INLINE_BYTES
+    no_number = np.isnan(values)
+    own = values.tobytes() if is_short else bytes([bool(no_number.any())])
+    contents = yield from meet(collectives, call, own)
+    if is_short:
         rows = [np.frombuffer(content.data, np.float64) for content in contents]
         # One by one: numpy may form a sum over an array in another order on another machine.
-        reduced: Values = _REDUCTIONS[op].accumulate(np.stack(rows), axis=0)[-1]
+        with np.errstate(all="ignore"):  # infinity and NaN are results like others
+            reduced: Values = _REDUCTIONS[op].accumulate(np.stack(rows), axis=0)[-1]
         return reduced
     buffer = HostBuffer(values.copy())
     yield collectives.start_all_reduce(buffer, op)
     whole: Values = buffer.array
+    if op != "sum" and any(content.data == b"\1" for content in contents):
+        # MPI's max and min pass over NaN or not, and so may differ from rank to rank.
+        places = HostBuffer(no_number.astype(np.float64))
+        yield collectives.start_all_reduce(places, "max")
+        whole[places.array > 0] = np.nan
     return whole
 
 

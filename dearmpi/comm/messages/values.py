@@ -28,6 +28,12 @@ def plain_numbers(values: Any) -> Any:
         return [plain_numbers(value) for value in values]
     try:
         return float(values)
+    except OverflowError as error:
+        raise ConfigError(
+            f"a whole number of {values.bit_length()} bits is larger than any of 64-bit floating "
+            "point; give a smaller one, or call all_gather_object(x) for any object",
+            code="out-of-range",
+        ) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"a value is of type {type(values).__name__}, not a number; give numbers, or call "
@@ -41,7 +47,8 @@ def flat_numbers(values: Any) -> npt.NDArray[np.float64]:
     numbers = plain_numbers(values)
     try:
         array = np.atleast_1d(np.array(numbers, dtype=np.float64))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
+        plain_numbers(numbers)  # what an array holds need not be numbers; raises for others
         raise ConfigError(
             "values are lists of unequal lengths; give them as one flat list",
             code="values-not-flat",
@@ -91,7 +98,8 @@ class HostBuffer:
         return self
 
     def add_(self, other: HostBuffer) -> HostBuffer:
-        self.array += other.array
+        with np.errstate(all="ignore"):  # as torch: infinity and NaN are results like others
+            self.array += other.array
         return self
 
 
@@ -146,7 +154,13 @@ _ERRORS = "surrogatepass"  # file names may hold lone surrogates
 
 
 def encode(text: str) -> bytes:
-    """``text`` as bytes; it may hold any characters."""
+    """``text`` as bytes; it may hold any characters. Raises ConfigError for other types."""
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"a text is of type {type(text).__name__}; give a str, or call all_gather_object(x) or "
+            "broadcast_object(x) for any object",
+            code="wrong-type",
+        )
     return text.encode(errors=_ERRORS)
 
 

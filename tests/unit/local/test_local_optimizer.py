@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dearmpi
 from dearmpi import DistributedOptimizer, EngineConfig, LocalOptimizer
@@ -427,6 +427,23 @@ def test_numbers_that_are_not_finite_are_found_at_the_exchange(
         optimizer.close()
 
     run_ranks(size, train)
+
+
+def test_finite_numbers_whose_sum_is_too_large_are_exchanged() -> None:
+    """100 changes of 1e37 in fp32, whose largest number is 3.4e38."""
+
+    def train(world: World) -> Tensor:
+        model = nn.Linear(100, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = LocalOptimizer.average(inner, model, sync_every=1, world=world)
+        model.weight.grad = torch.full_like(model.weight, 1e37)
+        optimizer.step()
+        optimizer.close()
+        return model.weight.detach()
+
+    for weight in run_ranks(2, train):
+        torch.testing.assert_close(weight, torch.full_like(weight, -1e37))
 
 
 def test_states_that_do_not_fit_are_refused() -> None:

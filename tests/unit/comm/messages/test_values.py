@@ -61,6 +61,9 @@ def test_a_mean_is_a_number_of_a_number_and_a_list_of_a_list(
         ([1.0, None], "wrong-type", "type NoneType"),
         ([[1.0], 2.0], "values-not-flat", "unequal lengths"),
         (torch.ones(2, 3), "values-not-flat", "(2, 3)"),
+        (torch.tensor([1 + 2j]), "wrong-type", "type complex"),
+        (np.array(["loss"]), "wrong-type", "type str"),
+        ([10**400], "out-of-range", "1329 bits"),
     ],
 )
 def test_what_is_no_number_is_refused_before_it_is_sent(values: Any, code: str, told: str) -> None:

@@ -320,6 +320,24 @@ def test_a_gradient_that_is_not_finite_is_seen_at_once_and_not_kept(
         assert not math.isfinite(first) and math.isfinite(second)
 
 
+@pytest.mark.parametrize("compress", SPARSE)
+def test_finite_gradients_whose_sum_is_too_large_are_sent(compress: Compress) -> None:
+    """Nothing adds up different elements of a gradient."""
+
+    def rank(world: World) -> Tensor:
+        model = nn.Linear(40, 40, bias=False)
+        nn.init.zeros_(model.weight)
+        inner = torch.optim.SGD(model.parameters(), lr=1e-38)
+        optimizer = DistributedOptimizer(inner, model, world=world, compress=compress, density=1.0)
+        (1e38 * model.weight).sum().backward()
+        optimizer.step()
+        optimizer.close()
+        return model.weight.detach().clone()
+
+    for weight in run_ranks(2, rank):
+        torch.testing.assert_close(weight, torch.full_like(weight, -1.0), rtol=0.0, atol=0.01)
+
+
 def test_what_cannot_be_sparse_is_refused_with_cures() -> None:
     def rank(world: World) -> None:
         model = make_wide_model()
