@@ -1,1 +1,1 @@
-"""The command line; the only part that prints. Begin with `main`, which lists the commands."""
+"""The command line; the only part that prints. Begin with `commands`, which lists them."""

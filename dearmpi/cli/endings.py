@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dearmpi.cli.console import Console
+from dearmpi.cli.interrupts import INTERRUPTED
 from dearmpi.comm.api import safe_output
 from dearmpi.comm.api.call import origin_of
 from dearmpi.comm.process import announced_rank, report_alone
@@ -171,9 +172,6 @@ def measure_together(
         return measure(world, Console(speaks=world.is_root, launched=world.size > 1))
 
     return on_ranks(carry_out, connect=partial(connect, progress, stall_limits=stall_limits))
-
-
-INTERRUPTED = 130
 
 
 def exit_code(error: BaseException) -> int:

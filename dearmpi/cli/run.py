@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dearmpi.cli.endings import is_first_process, on_ranks
 from dearmpi.cli.flags import RunCommand, setting_options
+from dearmpi.cli.interrupts import loading
 from dearmpi.errors import ConfigError
 from dearmpi.train.settings.sources import Source, make_source, merge, read_environment, read_file
 
@@ -105,9 +107,15 @@ def carry_out_together(
         failure = error
 
     def meet() -> World:
-        from dearmpi.comm.lifecycle import connect
+        # On all ranks at once, before MPI: the others would wait there for rank 0, which needs
+        # torch to look for devices. Not for settings that are refused.
+        with loading():
+            if failure is None:
+                import_module("torch")
+            from dearmpi.comm.lifecycle import connect
 
-        _try_devices(chosen)
+        if failure is None:
+            _try_devices(chosen)
         world = connect(chosen.get("progress"), stall_limits=_stall_limits(chosen))
         if stop is not None:
             stop.listen()

@@ -30,7 +30,7 @@ from tests.forks.start import fork_name, python_beside
 _LOADED = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.data", "sklearn.datasets"),
     *("torch.distributed.optim", "pytest"),
-    *("dearmpi.engine.optimizer", "dearmpi.cli.main", "dearmpi.cli.run_session"),
+    *("dearmpi.engine.optimizer", "dearmpi.cli.commands", "dearmpi.cli.run_session"),
     "multiprocessing.forkserver",
 )
 _MOST_FDS = 64

@@ -10,8 +10,9 @@ import torch
 from click.shell_completion import ShellComplete
 
 import dearmpi
+from dearmpi.cli.commands import group
 from dearmpi.cli.flags import setting_options
-from dearmpi.cli.main import group, main
+from dearmpi.cli.main import main
 from dearmpi.cli.run import read_sources
 from dearmpi.errors import ConfigError
 from dearmpi.train import checkpoint
