@@ -452,6 +452,10 @@ class World:
         self._watchdog.add_training(name)
         return name
 
+    def end_training(self, training: str) -> None:
+        """This rank takes part in ``training``, a name by ``name_training``, no more."""
+        self._watchdog.end_training(training)
+
     def begin_backprop(self, training: str = "") -> None:
         """Count a backprop with communication, for reports of waits that last."""
         self._watchdog.begin_backprop(training)

@@ -61,7 +61,13 @@ class DistributedOptimizer(Readings):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._optimizer, self._ranges = optimizer, context.ranges
         self.world, self.spans = context.world, context.spans
-        self._controller = choose_controller(context, config=config, settings=settings, plan=plan)
+        try:
+            self._controller = choose_controller(
+                context, config=config, settings=settings, plan=plan
+            )
+        except BaseException:
+            self.world.end_training(context.training)  # nobody has this one, to close it
+            raise
         self._show()
         # In errors about collective calls; counted once all ranks have made it.
         self._name = self.world.label("optimizer")

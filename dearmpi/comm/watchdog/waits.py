@@ -110,10 +110,9 @@ class Status:
         """The same, inside a training. A rank that drops gradients gets ahead of the others by a
         backprop, and stays behind by a step.
         """
-        theirs = other.trainings.get(self.training)
-        if theirs is None:
-            return False  # no rank of it
-        own = self.trainings[self.training]
+        own, theirs = self.trainings.get(self.training), other.trainings.get(self.training)
+        if own is None or theirs is None:
+            return False  # no rank of it, or one that has ended it long ago
         if theirs[0] < own[0] or theirs[1] < own[1]:
             return True
         return not (self.in_groups or other.in_groups) and self.reads_alone(other)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -43,6 +44,7 @@ _SILENT_WHERE_IT_POLLS = (
     f"{CURE}"
 )
 _SUSPENDED_S = 10.0  # without a check of a wait: this process did not run
+_MOST_ENDED = 32  # trainings whose counts are kept for ranks that still wait in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Watchdog:
         self._group = ""  # of the exchange
         self._in_groups: dict[str, int] = {}
         self._trainings: dict[str, tuple[int, int]] = {}
+        self._ended: deque[str] = deque()  # trainings, the last one at the end
         self._exit_status = 0
         # Of all threads; the innermost of one thread comes last.
         self._waits: list[WatchedWait] = []
@@ -145,9 +148,19 @@ class Watchdog:
         """This rank takes part in ``training``, whose backprops and steps count from now on."""
         self._trainings = {**self._trainings, training: (0, 0)}
 
+    def end_training(self, training: str) -> None:
+        """This rank begins nothing more of ``training``. Others may wait for it in vain, so that
+        the counts of the last few stay.
+        """
+        if training not in self._ended:
+            self._ended.append(training)
+        if len(self._ended) > _MOST_ENDED:
+            oldest = self._ended.popleft()
+            self._trainings = {n: c for n, c in self._trainings.items() if n != oldest}
+
     def _count(self, training: str, backprops: int, steps: int) -> None:
-        if training:
-            before = self._trainings[training]
+        before = self._trainings.get(training)
+        if before is not None:
             now = before[0] + backprops, before[1] + steps
             self._trainings = {**self._trainings, training: now}
 

@@ -276,6 +276,7 @@ class LiveEngine:
         if self.built.state.hand_back():
             self.built = self.built.without_updates()
         self._channel.close()
+        self.context.world.end_training(self.context.training)
 
     def _detach(self) -> None:
         before = self.built.engine

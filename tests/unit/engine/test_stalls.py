@@ -134,6 +134,26 @@ def test_gradients_that_one_rank_drops_are_found(ways: str) -> None:
     assert "by zero_grad() without step()" in str(caught.value)
 
 
+@pytest.mark.usefixtures("reported")
+def test_a_rank_that_has_closed_its_optimizer_is_found() -> None:
+    """Others that still train wait in vain; where all have closed, nothing of it is kept long."""
+
+    def train(world: World) -> None:
+        for _ in range(40):
+            Training(world).optimizer.close()
+        assert len(world._watchdog.status().trainings) < 40
+        training = Training(world)
+        training.iterate()
+        if world.rank == 1:
+            training.optimizer.close()
+            world.barrier()
+        training.iterate()
+        training.optimizer.synchronize()
+
+    with raises(StallError, "ranks-out-of-step"):
+        run_ranks(2, train)
+
+
 @pytest.mark.parametrize("where", ["batch", "step"])
 def test_a_rank_that_comes_late_to_its_step_is_waited_for(
     where: str, reported: threading.Event
