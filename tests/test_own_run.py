@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from dearmpi.errors import ArgumentError, ConfigError, MismatchError, NonFiniteL
 from dearmpi.report.page.report import write_report
 from dearmpi.report.read.trace import read_traces
 from dearmpi.train.checkpoint.inspection import export
+from dearmpi.train.metrics import metrics
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.stop import StopRequest
 from dearmpi.train.run.balance import Balance
@@ -291,6 +293,19 @@ def test_metrics_keep_their_names(tmp_path: Path) -> None:
     ):
         run.log(1.0, accuracy=0.5)
         run.log(1.0)
+
+
+def test_metrics_of_numpy_and_torch_come_back_as_numbers(tmp_path: Path) -> None:
+    script = Script()
+    values: list[Any] = [np.float64(0.5), np.float32(0.25), torch.tensor(0.125), np.int64(3), True]
+    with script.run(tmp_path / "a", log_interval=1) as run:
+        for value in values:
+            run.log(script.step(), accuracy=value)
+        wrong: Any = [1.0]
+        with raises(ArgumentError, "wrong-type", "accuracy is list"):
+            run.log(1.0, accuracy=wrong)
+    rows = metrics.read(tmp_path / "a")
+    assert [row.extra["accuracy"] for row in rows] == [0.5, 0.25, 0.125, 3.0, 1.0]
 
 
 def test_an_error_of_the_script_passes_and_frees_the_folder(tmp_path: Path) -> None:

@@ -231,7 +231,8 @@ class BalancedBatches:
     """Lists of indices, as the ``batch_sampler`` of a ``DataLoader``: each has both classes.
 
     A rank draws from its own part of each class, without end: a class begins anew, in another
-    order, once it is used up. An epoch goes once through the larger class.
+    order, once it is used up. An epoch goes once through the larger class, and has as many batches
+    on every rank.
     """
 
     def __init__(
@@ -266,21 +267,23 @@ class BalancedBatches:
             )
         first = min(batch - 1, max(1, round(batch * positive_share)))
         self._sizes = (first, batch - first)
+        # Of the rank that has most of a class: ranks must take equal numbers of steps.
+        self._num_batches = max(
+            math.ceil(math.ceil(len(places) / size) / number)
+            for places, number in zip(classes, self._sizes, strict=True)
+        )
         self._seed, self._rank, self._epoch = seed, rank, 0
 
     def __len__(self) -> int:
-        return max(
-            math.ceil(len(own) / size) for own, size in zip(self._own, self._sizes, strict=True)
-        )
+        return self._num_batches
 
     def set_epoch(self, epoch: int) -> None:
         """Draw as in ``epoch`` from the next iteration on; each iteration else is an epoch."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(
-            (self._seed * 1_000_003 + self._epoch) * 65_537 + self._rank
-        )
+        mixed = (self._seed * 1_000_003 + self._epoch) * 65_537 + self._rank
+        generator = torch.Generator().manual_seed(mixed % 2**64)  # it takes no larger number
         self._epoch += 1
         rows = []
         for own, size in zip(self._own, self._sizes, strict=True):

@@ -4,6 +4,7 @@ outcome of a run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -235,7 +236,7 @@ class BestEvaluation:
     def note(self, step: int, loss: float) -> bool:
         """Whether ``loss``, after ``step``, is the lowest so far; a NaN never is."""
         self.last_step = step
-        if self.loss is None or loss < self.loss:
+        if not math.isnan(loss) and (self.loss is None or loss < self.loss):
             self.step, self.loss, self.num_worse = step, loss, 0
             return True
         self.num_worse += 1

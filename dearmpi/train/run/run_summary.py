@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +53,9 @@ class RunSummary:
 
     @property
     def best(self) -> MetricsRow | None:
-        """The row of the lowest held-out loss."""
-        return min(self.evaluations, key=_held_out, default=None)
+        """The row of the lowest held-out loss; a NaN never is."""
+        numbers = [row for row in self.evaluations if not math.isnan(_held_out(row))]
+        return min(numbers, key=_held_out, default=None)
 
     def typical(self, column: str) -> float | None:
         """The median over rows of a column; None where no row has it."""

@@ -264,19 +264,21 @@ class Run:
         loss: this rank's; rows have the mean over ranks. num_samples: of the step, over all ranks;
         those of ``sampler`` are known. metrics: further columns, with rank 0's values.
 
-        Raises NonFiniteLossError on all ranks, at most a step later, if a loss is not finite, and
-        ArgumentError for one that is no number.
+        Raises NonFiniteLossError on all ranks, at most a step later, if a loss is not finite.
+        Raises ArgumentError for a loss or metric that is no number.
         """
         steps = self._running()
         self._check_names(metrics)
+        # A number of numpy is written otherwise in text, and a tensor may change.
+        numbers = {name: _number_of(value, name) for name, value in metrics.items()}
         row_due = (steps.step + 1) % self._log_interval == 0
         save_due = self._save_every_s is not None and steps.since_save_s >= self._save_every_s
         if not num_samples and self._sampler is not None:
             num_samples = self._sampler.batches.batch_size
-        steps.end(_number_of(loss), num_samples=num_samples, row_due=row_due)
+        steps.end(_number_of(loss, "loss"), num_samples=num_samples, row_due=row_due)
         if self._balance is not None:
             self._balance.note(self._balance.batches.batch_size, steps.own_s)
-        self._last, self._last_lr = metrics, self._lr
+        self._last, self._last_lr = numbers, self._lr
         if row_due:
             steps.read_all_totals()
             self._write_row(steps)
@@ -448,14 +450,14 @@ class Run:
         return plain, tensors
 
 
-def _number_of(loss: Tensor | float) -> float:
+def _number_of(value: Tensor | float, name: str) -> float:
     try:
-        return float(loss.detach() if isinstance(loss, Tensor) else loss)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        mean = "this rank's mean loss of the step" if name == "loss" else "one of the step"
         raise ArgumentError(
-            f"loss is {type(loss).__name__}{shape}, and no number; give run.log() this rank's "
-            "mean loss of the step",
+            f"{name} is {type(value).__name__}{shape}, and no number; give run.log() {mean}",
             code="wrong-type",
         ) from None
 

@@ -187,6 +187,14 @@ def test_batches_have_both_classes_and_use_all_samples() -> None:
     assert set(seen) == set(range(56))
 
 
+def test_all_ranks_have_as_many_batches_from_any_seed() -> None:
+    labels = [1] * 21 + [0] * 4  # the larger class is 11 samples on rank 0, and 10 on rank 1
+    both = [BalancedBatches(labels, 2, rank=rank, size=2, seed=2**40) for rank in range(2)]
+    drawn = [list(batches) for batches in both]
+    assert [len(batches) for batches in both] == [len(rows) for rows in drawn] == [11, 11]
+    assert {index for rows in drawn for row in rows for index in row} == set(range(25))
+
+
 def test_a_closure_is_refused() -> None:
     optimizer = PrimalDual([nn.Parameter(torch.zeros(1))])
     with raises(UsageError, "local-steps-forbid", "closure"):

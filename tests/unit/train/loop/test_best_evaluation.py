@@ -101,6 +101,16 @@ def test_going_back_gives_up_a_later_best(alone: World, tmp_path: Path) -> None:
     assert checkpoint.find_latest(tmp_path) == tmp_path / "checkpoints" / "step-00000002"
 
 
+def test_a_first_loss_that_is_no_number_is_not_the_best() -> None:
+    best = BestEvaluation(keeps=True, patience=3)
+    assert [best.note(step, loss) for step, loss in enumerate((math.nan, 5.0, 6.0))] == [
+        False,
+        True,
+        False,
+    ]
+    assert (best.step, best.loss, best.num_worse, best.is_over) == (1, 5.0, 1, False)
+
+
 @pytest.mark.parametrize("name", ["keep_best", "patience"])
 def test_without_held_out_data_there_is_no_best(name: str) -> None:
     with raises(ConfigError, "setting-without-effect", name):

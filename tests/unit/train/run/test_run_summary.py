@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,14 @@ def test_runs_are_compared_by_what_differs_and_what_came_of_it(root: Path) -> No
     assert table["loss at step 20"] == ("3.0000", "1.5000")
     assert table["best held out (step)"] == ("6.0000 (20)", "3.0000 (20)")
     assert "step, median" not in table  # no row has it
+
+
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+    losses = [math.nan, 4.0, 5.0]
+    run = summarize_run(make_run(tmp_path, "a", lr=1.0, losses=losses, started="2026-01-01"))
+    assert run.best is not None and (run.best.step, run.best.eval_loss) == (20, 8.0)
+    lost = summarize_run(make_run(tmp_path, "b", lr=1.0, losses=[math.nan], started="2026-01-01"))
+    assert lost.best is None
 
 
 def test_a_damaged_file_is_left_out(root: Path) -> None:
