@@ -127,10 +127,10 @@ def bench(
     """Measure methods of data-parallel training side by side:
 
     \b
-      mpirun -n 4 dear-train bench --workload resnet50 --ratio 1 --methods dear,wfbp,ddp,ddp:8
+      mpirun -n 4 dear-train bench --workload resnet50 --methods dear,wfbp,ddp:8
       mpirun -n 4 dear-train bench --collectives
 
-    A method that is missing or fails is out, and the others go on; the exit code is 1 then.
+    If a method is missing or fails, the others go on, and the exit code is 1.
     """
     _check_combination(context)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo warns of nameless addresses

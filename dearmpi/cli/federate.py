@@ -113,11 +113,11 @@ def federate(json_path: Path | None, picture_path: Path | None, **given: Any) ->
     """Deal clients out to the ranks and minimise the mean of their functions together:
 
     \b
-      mpirun -n 4 dear-train federate --task digits --clients 100 --cohort 10 --picture sent.svg
+      mpirun -n 4 dear-train federate --task digits --clients 100 --cohort 10
 
     The results are the same on any number of ranks. Numbers sent are what clients would send
     over a network of their own, in the mean; the ranks themselves exchange whole vectors.
-    An algorithm is stopped where --max-rounds would not bring it to the target.
+    An algorithm that cannot reach the target within --max-rounds is stopped.
     """
 
     def measure(world: World, console: Console) -> int:

@@ -5,7 +5,7 @@ measured, written by rank 0 at the end.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 _FLAG_WIDTH = 30
+_LONGEST_CHOICES = 50
 _SHOWS_ALL = "dearmpi.shows_all_flags"
 
 
@@ -40,7 +41,8 @@ class SettingOption(click.Option):
             flags = f"--{about.flag}/--no-{about.flag}"
         else:
             flags = f"--{about.flag}"
-            details["metavar"] = about.metavar or "|".join(about.choices)
+            details["metavar"] = about.metavar or _shown(about.choices)
+            details["help"] += _listed(about.choices)
             details["multiple"] = about.is_pairs
         super().__init__([flags, name], **details)
         self._choices = about.choices
@@ -127,6 +129,17 @@ def _show_all(context: click.Context, _: click.Parameter, wanted: bool) -> None:
         context.exit()
 
 
+def _shown(choices: Sequence[str]) -> str:
+    """How choices are shown behind a flag; what is longer than a line of help has a name."""
+    shown = "|".join(choices)
+    return shown if len(shown) <= _LONGEST_CHOICES else "NAME"
+
+
+def _listed(choices: Sequence[str]) -> str:
+    """What help adds on choices that stand behind no flag."""
+    return f"; NAME: {', '.join(choices)}" if _shown(choices) == "NAME" else ""
+
+
 def _help(name: str, about: Setting) -> str:
     """The setting's help, with its default unless it says one itself."""
     default = RunSettings.__dataclass_fields__[name].default
@@ -140,12 +153,14 @@ def _help(name: str, about: Setting) -> str:
 def engine_option(setting: str, *, help: str, without: Container[str] = ()) -> Callable[[FC], FC]:
     """``--setting`` with its choices, but those in ``without``; ``help`` is the command's own."""
     own = engine_setting(setting)
+    choices = [choice for choice in own.choices if choice not in without]
     return click.option(
         f"--{setting.replace('_', '-')}",
-        type=Choice([choice for choice in own.choices if choice not in without]),
+        type=Choice(choices),
+        metavar=_shown(choices),
         default=own.default,
         show_default=True,
-        help=help,
+        help=help + _listed(choices),
     )
 
 

@@ -60,8 +60,8 @@ if TYPE_CHECKING:
     "--samples-per-rank",
     type=click.IntRange(min=1),
     metavar="N",
-    help="in a micro-batch of the run: for a profile of another number of ranks, which must be of "
-    "as many",
+    help="samples per rank and micro-batch of the run; needed with a profile of another number of "
+    "ranks, which must have as many",
 )
 @click.option(
     "--eager/--no-eager",
@@ -104,10 +104,11 @@ def plan(
     \b
       mpirun -n 4 dear-train profile --task digits --out profile.json
       mpirun -n 4 dear-train calibrate --out link.json
-      dear-train plan --profile profile.json --calibration link.json --out plan.json
+      dear-train plan --profile profile.json --calibration link.json \\
+          --out plan.json
       mpirun -n 4 dear-train run --task digits --plan plan.json
 
-    Needs no MPI. `dear-train run --plan auto` does all of it while it trains.
+    Needs no MPI. `dear-train run --plan auto` does all of this while it trains.
     """
     from dearmpi.plan.model.profile import read_profile
     from dearmpi.plan.search.planner import make_plan

@@ -38,7 +38,7 @@ _OF_THIS_PACKAGE = ("dear-train", "dearmpi", "dearmpi.cli.main")
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    short_help="Run mpirun, again without a host that is lost.",
+    short_help="Run mpirun; restart it without lost hosts.",
 )
 @click.option(
     "--max-restarts",
@@ -46,7 +46,7 @@ _OF_THIS_PACKAGE = ("dear-train", "dearmpi", "dearmpi.cli.main")
     default=3,
     show_default=True,
     metavar="N",
-    help="most starts in a row that bring no new checkpoint, after the first",
+    help="restarts in a row without a new checkpoint after which it gives up",
 )
 @click.option(
     "--run",

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 ReadSources = Callable[[], Sequence[Source]]
 CarryOut = Callable[["World", Sequence[Source], "RankLog"], int]
 
-EPILOG = """\b
-Each flag may also be given in the environment (--batch-size as DEAR_TRAIN_BATCH_SIZE) or in
-the file (batch_size: 32). A flag wins over the environment, the environment over the file,
-the file over the checkpoint that is resumed, and that over what the task recommends.
+EPILOG = """Each flag may also be given in the environment (--batch-size as
+DEAR_TRAIN_BATCH_SIZE) or in the file (batch_size: 32). A flag wins over the environment, the
+environment over the file, the file over the checkpoint that is resumed, and that over what the
+task recommends.
 
-\b
 Exit codes: 0 done, 1 failure, 2 usage, 3 launch, 4 ranks differ, 5 data, 6 checkpoint,
 7 loss not finite, 8 communication, 75 stopped by SIGUSR1, SIGTERM or --max-time after a
 checkpoint, 130 interrupted by Ctrl-C without one."""

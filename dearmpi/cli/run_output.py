@@ -51,10 +51,10 @@ def runs(root: Path) -> None:
     Console(speaks=True, needed=True).say(*align(table_of_runs(root)))
 
 
-@click.command(short_help="Show in what runs differ.")
+@click.command(short_help="Show how runs differ.")
 @click.argument("run_folders", metavar="A B...", nargs=-1, type=PATH)
 def compare(run_folders: tuple[Path, ...]) -> None:
-    """Show the settings in which the runs A, B ... differ, and what came of them."""
+    """Show the settings in which the runs A, B ... differ, and their results."""
     from dearmpi.report.draw.units import align
     from dearmpi.train.run.run_summary import table_of_differences
 

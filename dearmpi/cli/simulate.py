@@ -132,7 +132,7 @@ def simulate(context: click.Context, /, **given: Any) -> int:
 
     \b
       dear-train simulate --workload bert_base --world-size 256 --network 100GbIB
-      dear-train simulate --profile profile.json --network link.json --method ddp --method dear-plan
+      dear-train simulate --profile profile.json --network link.json --method ddp
       dear-train simulate --compare-paper
       dear-train simulate --compare-themis
       dear-train simulate --allocation

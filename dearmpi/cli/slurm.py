@@ -53,16 +53,17 @@ class _SlurmCommand(click.Command):
 
 
 @click.command(cls=_SlurmCommand, short_help="Print a SLURM batch script for a run, or submit it.")
-@click.option("--nodes", type=_COUNT, help="nodes; default: sbatch's, mostly 1")
-@click.option("--ntasks-per-node", type=_COUNT, help="ranks per node; default: 2")
+@click.option("--nodes", type=_COUNT, metavar="N", help="nodes; default: sbatch's, mostly 1")
+@click.option("--ntasks-per-node", type=_COUNT, metavar="N", help="ranks per node; default: 2")
 @click.option(
     "--cpus-per-task",
     type=_COUNT,
+    metavar="N",
     help="cores per rank, and torch threads, from four on less one; default: 1",
 )
 @click.option("--time", metavar="[D-]HH:MM:SS", help="limit, above 2 minutes; default: 01:00:00")
 @click.option("--partition", metavar="NAME", help="queue; default: the site's")
-@click.option("--account", metavar="NAME", help="who pays")
+@click.option("--account", metavar="NAME", help="what the job is charged to")
 @click.option("--job-name", metavar="NAME", help="default: dear-train")
 @click.option(
     "--sbatch-option",
@@ -93,8 +94,8 @@ def slurm(
     a script of your own does so with dearmpi.Run.
 
     \b
-      dear-train slurm --nodes 2 --ntasks-per-node 4 -- --task digits --epochs 50 >job.sbatch
-      dear-train slurm --nodes 2 --time 12:00:00 --submit -- --task digits --epochs 50
+      dear-train slurm --nodes 2 --ntasks-per-node 4 -- --task digits >job.sbatch
+      dear-train slurm --nodes 2 --time 12:00:00 --submit -- --task digits
       dear-train slurm --nodes 2 -- python script.py --its-own flags
     """
     options: dict[str, str | None] = {

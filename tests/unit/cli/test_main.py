@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.shell_completion import ShellComplete
@@ -52,6 +54,25 @@ def test_the_short_help_lists_the_usual_flags_and_names_the_long_one(
 def test_help_needs_neither_torch_nor_mpi(arguments: list[str]) -> None:
     is_light = "assert not {'numpy', 'yaml', 'safetensors'} & set(sys.modules), 'slow to start'"
     assert run_bare(*arguments, then=is_light).startswith("Usage: dear-train")
+
+
+def commands_below(command: click.Command, *names: str) -> Iterator[list[str]]:
+    """Every command's name, behind those of the groups it is in; the first is ``command``."""
+    yield [*names]
+    for name, below in command.commands.items() if isinstance(command, click.Group) else ():
+        yield from commands_below(below, *names, name)
+
+
+@pytest.mark.parametrize("names", list(commands_below(group)), ids=" ".join)
+def test_help_fits_a_terminal_of_80_columns(
+    names: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    wanted = "--help-all" if names in (["run"], ["profile"]) else "--help"
+    assert main([*names, wanted]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("Usage: dear-train")
+    assert not [line for line in told.splitlines() if len(line) > 80]
 
 
 @pytest.mark.parametrize("commands", [[], ["checkpoint"], ["trace"]])
