@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from dearmpi.chunk_orders import Crossing, schedule
+from dearmpi.chunk_orders import Crossing, DimensionWire, schedule
 from dearmpi.cuts import even_cuts
 from dearmpi.grid import num_chunks
 
@@ -32,18 +32,6 @@ GRIDS: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = (
 )
 MEGABYTES, INTERVALS, NUM_BUCKETS = (1, 25), (0.25, 0.5, 1.0, 2.0), 20
 Carry = Literal["alone", "carried", "decayed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """A dimension. rate: bytes per second of one rank."""
-
-    num_ranks: int
-    rate: float
-    latency_s: float = 0.0
-
-    def transfer_s(self, nbytes: float) -> float:
-        return nbytes * (self.num_ranks - 1) / self.num_ranks / self.rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +49,7 @@ def main() -> None:
     print("grid        MB  interval  alone  carried  decayed   (end of the last bucket; alone: 1)")
     rows: list[tuple[float, float]] = []
     for sizes, rates in GRIDS:
-        wires = [Wire(size, rate * 1e9) for size, rate in zip(sizes, rates, strict=True)]
+        wires = [DimensionWire(size, rate * 1e9) for size, rate in zip(sizes, rates, strict=True)]
         for megabytes in MEGABYTES:
             for interval in INTERVALS:
                 carried, decayed = compare(wires, megabytes << 20, interval, seeds)
@@ -76,7 +64,7 @@ def main() -> None:
 
 
 def compare(
-    wires: Sequence[Wire], nbytes: int, interval: float, seeds: Sequence[int]
+    wires: Sequence[DimensionWire], nbytes: int, interval: float, seeds: Sequence[int]
 ) -> tuple[float, float]:
     """The mean end with carried and with decayed loads, in units of the end without."""
     found: list[tuple[float, float]] = []
@@ -90,7 +78,7 @@ def compare(
 
 
 def buckets_of(
-    wires: Sequence[Wire], nbytes: int, interval: float, chance: random.Random
+    wires: Sequence[DimensionWire], nbytes: int, interval: float, chance: random.Random
 ) -> list[Ready]:
     num_ranks = math.prod(wire.num_ranks for wire in wires)
     best_s = nbytes * (1 - 1 / num_ranks) / sum(wire.rate for wire in wires)
@@ -101,7 +89,7 @@ def buckets_of(
     return found
 
 
-def end_s(wires: Sequence[Wire], buckets: Sequence[Ready], carry: Carry) -> float:
+def end_s(wires: Sequence[DimensionWire], buckets: Sequence[Ready], carry: Carry) -> float:
     """When the last reduce-scatter has ended."""
     loads, before_s, chosen = [0.0] * len(wires), 0.0, []
     num_ranks = math.prod(wire.num_ranks for wire in wires)
@@ -125,7 +113,9 @@ def end_s(wires: Sequence[Wire], buckets: Sequence[Ready], carry: Carry) -> floa
 
 
 def play(
-    wires: Sequence[Wire], buckets: Sequence[Ready], chunks: Sequence[Sequence[Sequence[Crossing]]]
+    wires: Sequence[DimensionWire],
+    buckets: Sequence[Ready],
+    chunks: Sequence[Sequence[Sequence[Crossing]]],
 ) -> float:
     """Each dimension serves the earliest bucket first, of it the smallest chunk."""
     waiting: list[list[tuple[int, float, int, int]]] = [[] for _ in wires]

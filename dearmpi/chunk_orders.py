@@ -15,24 +15,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 NUM_CHUNKS = 64
 _PART_OF_A_CHUNK = 16  # loads that differ by less than this part of a chunk are even
 
 
-class DimensionWire(Protocol):
-    """One dimension: the ranks that meet in it, and the latency of a reduce-scatter in it."""
+@dataclass(frozen=True, slots=True)
+class DimensionWire:
+    """One dimension: the ranks that meet in it, and what each of them sends.
 
-    @property
-    def num_ranks(self) -> int: ...
+    rate: bytes per second, or in any unit. latency_s: of a reduce-scatter in it.
+    """
 
-    @property
-    def latency_s(self) -> float: ...
+    num_ranks: int
+    rate: float
+    latency_s: float = 0.0
 
     def transfer_s(self, nbytes: float) -> float:
         """How long the bytes of a reduce-scatter of ``nbytes`` occupy it."""
-        ...
+        return nbytes * (self.num_ranks - 1) / self.num_ranks / self.rate
 
 
 @dataclass(frozen=True, slots=True)

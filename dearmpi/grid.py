@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from dearmpi.chunk_orders import play, schedule
+from dearmpi.chunk_orders import DimensionWire, play, schedule
 from dearmpi.cuts import Cuts
 
 _LEAST_PIECE_BYTES = 1 << 16  # of a shard in a chunk: below, starts of messages count
@@ -149,23 +149,6 @@ class GridGain:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Wire:
-    """One of a grid's dimensions, as Themis sees it."""
-
-    num_ranks: int
-    rate: float
-    latency_s: float = 0.0
-
-    def transfer_s(self, nbytes: float) -> float:
-        return nbytes * (self.num_ranks - 1) / self.num_ranks / self.rate
-
-    @property
-    def with_slack(self) -> _Wire:
-        """A chunk reaches the next dimension later by as much as it takes here."""
-        return _Wire(self.num_ranks, self.rate, self.transfer_s(1.0))
-
-
 @lru_cache(maxsize=1024)  # each bucket has loads of its own
 def _by_themis(
     sizes: tuple[int, ...], rates: tuple[float, ...], loads: tuple[float, ...], num_chunks: int
@@ -175,13 +158,15 @@ def _by_themis(
     Smallest first, but with slack: where a line held a stage just as its chunk is due, each delay
     of one dimension would let another one idle.
     """
-    wires = [_Wire(size, rate) for size, rate in zip(sizes, rates, strict=True)]
+    wires = [DimensionWire(size, rate) for size, rate in zip(sizes, rates, strict=True)]
     loads_s = [load * num_chunks for load in loads]
     chunks = schedule(
         wires, float(num_chunks), is_even=True, num_chunks=num_chunks, loads_s=loads_s
     )
     reduces = [chunk[: len(sizes)] for chunk in chunks]
-    _, served = play([wire.with_slack for wire in wires], reduces, is_smallest_first=True)
+    # A chunk reaches the next dimension later by as much as it takes in this one.
+    slack = [replace(wire, latency_s=wire.transfer_s(1.0)) for wire in wires]
+    _, served = play(slack, reduces, is_smallest_first=True)
     return tuple(tuple(one.dimension for one in chunk) for chunk in reduces), tuple(served)
 
 
@@ -205,7 +190,7 @@ def carried(grid: Grid, buffers: Buffers) -> list[Grid]:
         own = replace(grid, loads=tuple(load / nbytes for load in loads))
         parts = _parts(own, num_chunks(cuts, element_size))
         for number, part in enumerate(parts):
-            wire = _Wire(grid.sizes[number], grid.rates[number])
+            wire = DimensionWire(grid.sizes[number], grid.rates[number])
             loads[number] += 2 * wire.transfer_s(part * nbytes)
         loads = [load - min(loads) for load in loads]
         found.append(own)

@@ -155,6 +155,7 @@ def _ask(*command: str) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_ASK_S,
             check=False,
         )

@@ -154,6 +154,7 @@ def _ask(*command: str) -> str | None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             env=filtered,
         )

@@ -26,14 +26,14 @@ from dearmpi.local.anchor import Anchor
 from dearmpi.local.local_saving import LocalSaving, Merge
 from dearmpi.local.sync_settings import (
     check_mix,
-    check_numbers,
+    check_outer,
+    check_schedule,
     choose_config,
     choose_schedule,
     compare_ranks,
     refuse_synchronized,
     with_buckets,
 )
-from dearmpi.plan.data.local_schedule import LocalSchedule
 
 InnerState = Literal["keep", "average"]
 
@@ -99,12 +99,9 @@ class LocalOptimizer(LocalSaving):
         Raises ConfigError for what cannot be served, MismatchError where ranks differ.
         """
         check_arguments(inner, model, None)
-        check_numbers(sync_every, sync_after, outer_lr, outer_momentum)
+        check_schedule(sync_every, fragments, delay, sync_after=sync_after)
+        check_outer(outer_lr, outer_momentum)
         check_choice("state", state, get_args(InnerState))
-        if fragments is not None or delay is not None:
-            LocalSchedule(
-                sync_every, 1 if fragments is None else fragments, 0 if delay is None else delay
-            )
         config = choose_config(config, compress, inner)
         refuse_synchronized(model)
         super().__init__(inner.param_groups, inner.defaults)

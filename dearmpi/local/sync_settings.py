@@ -21,10 +21,18 @@ from dearmpi.plan.data.local_schedule import LocalSchedule, check_count, deal_ru
 _MOST_FRAGMENTS, _MOST_DELAY = 8, 5
 
 
-def check_numbers(sync_every: int, sync_after: int, lr: float, momentum: float) -> None:
-    """Raise ConfigError for numbers out of range."""
-    check_count("sync_every", sync_every, 1)
+def check_schedule(
+    sync_every: int, fragments: int | None, delay: int | None, *, sync_after: int
+) -> None:
+    """Raise ConfigError for numbers of steps out of range, on one rank as well. None: to be chosen
+    later, so that it contradicts nothing.
+    """
+    LocalSchedule(sync_every, 1 if fragments is None else fragments, 0 if delay is None else delay)
     check_count("sync_after", sync_after, 0)
+
+
+def check_outer(lr: float, momentum: float) -> None:
+    """Raise ConfigError for numbers out of range."""
     _check_number("outer_lr", lr)
     _check_number("outer_momentum", momentum)
     if not 0 < lr < math.inf:

@@ -79,6 +79,7 @@ def _claims_cuda() -> bool:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             env=_clean(os.environ),
             timeout=_LIMIT_S,
             check=False,
@@ -122,7 +123,8 @@ def _run(command: Sequence[str]) -> str:
     mpiexec = str(own) if own.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         return "there is no mpiexec to start two ranks with"
-    with tempfile.TemporaryFile("w+") as output:
+    # What ends a rank may print anything.
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         # Ranks end themselves; the launcher gets a little longer to notice.
         try:
             subprocess.run(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dearmpi.chunk_orders import schedule, seconds
+from dearmpi.chunk_orders import DimensionWire, schedule, seconds
 
 Kind = Literal["ring", "direct", "switch"]
 
@@ -19,64 +19,44 @@ SIZES = tuple(100_000_000 * number for number in range(1, 11))
 """Bytes of the paper's all-reduces."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dimension:
-    """One dimension of a network.
+def wire_of(num_ranks: int, gigabits: float, step_ns: float, kind: Kind) -> DimensionWire:
+    """A dimension in which ``num_ranks`` meet, each of which sends ``gigabits`` per second.
 
-    num_ranks: how many meet in it. gigabits: per second, of one rank. step_ns: of one step of its
-    collective. A ring takes P - 1 of them, direct links 1, halving and doubling over a switch
-    log2 P.
+    step_ns: of one step of its collective. A ring takes P - 1 of them, direct links 1, halving and
+    doubling over a switch log2 P.
     """
-
-    num_ranks: int
-    gigabits: float
-    step_ns: float
-    kind: Kind
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Of one rank."""
-        return self.gigabits * 1e9 / 8
-
-    @property
-    def latency_s(self) -> float:
-        """Of a reduce-scatter or an all-gather."""
-        steps = {"ring": self.num_ranks - 1, "direct": 1, "switch": math.log2(self.num_ranks)}
-        return steps[self.kind] * self.step_ns * 1e-9
-
-    def transfer_s(self, nbytes: float) -> float:
-        """How long the bytes of a reduce-scatter of ``nbytes`` occupy it."""
-        return nbytes * (self.num_ranks - 1) / self.num_ranks / self.bytes_per_s
+    steps = {"ring": num_ranks - 1, "direct": 1, "switch": math.log2(num_ranks)}[kind]
+    return DimensionWire(num_ranks, gigabits * 1e9 / 8, steps * step_ns * 1e-9)
 
 
-TOPOLOGIES: dict[str, tuple[Dimension, ...]] = {
-    "2D-SW_SW": (Dimension(16, 1200, 700, "switch"), Dimension(64, 800, 1700, "switch")),
+TOPOLOGIES: dict[str, tuple[DimensionWire, ...]] = {
+    "2D-SW_SW": (wire_of(16, 1200, 700, "switch"), wire_of(64, 800, 1700, "switch")),
     "3D-SW_SW_SW_homo": (
-        Dimension(16, 800, 700, "switch"),
-        Dimension(8, 800, 700, "switch"),
-        Dimension(8, 800, 1700, "switch"),
+        wire_of(16, 800, 700, "switch"),
+        wire_of(8, 800, 700, "switch"),
+        wire_of(8, 800, 1700, "switch"),
     ),
     "3D-SW_SW_SW_hetero": (
-        Dimension(16, 1600, 700, "switch"),
-        Dimension(8, 800, 700, "switch"),
-        Dimension(8, 400, 1700, "switch"),
+        wire_of(16, 1600, 700, "switch"),
+        wire_of(8, 800, 700, "switch"),
+        wire_of(8, 400, 1700, "switch"),
     ),
     "3D-FC_Ring_SW": (
-        Dimension(8, 1400, 700, "direct"),
-        Dimension(16, 800, 700, "ring"),
-        Dimension(8, 400, 1700, "switch"),
+        wire_of(8, 1400, 700, "direct"),
+        wire_of(16, 800, 700, "ring"),
+        wire_of(8, 400, 1700, "switch"),
     ),
     "4D-Ring_SW_SW_SW": (
-        Dimension(4, 2000, 20, "ring"),
-        Dimension(4, 1600, 700, "switch"),
-        Dimension(8, 800, 700, "switch"),
-        Dimension(8, 400, 1700, "switch"),
+        wire_of(4, 2000, 20, "ring"),
+        wire_of(4, 1600, 700, "switch"),
+        wire_of(8, 800, 700, "switch"),
+        wire_of(8, 400, 1700, "switch"),
     ),
     "4D-Ring_FC_Ring_SW": (
-        Dimension(4, 3000, 20, "ring"),
-        Dimension(8, 1400, 700, "direct"),
-        Dimension(4, 1200, 700, "ring"),
-        Dimension(8, 800, 1700, "switch"),
+        wire_of(4, 3000, 20, "ring"),
+        wire_of(8, 1400, 700, "direct"),
+        wire_of(4, 1200, 700, "ring"),
+        wire_of(8, 800, 1700, "switch"),
     ),
 }
 """From inner to outer, 1,024 ranks each."""
@@ -113,9 +93,9 @@ def compare_themis() -> list[ThemisRow]:
     return [*rows, ThemisRow("mean", *means)]
 
 
-def _compare(name: str, dimensions: Sequence[Dimension]) -> ThemisRow:
+def _compare(name: str, dimensions: Sequence[DimensionWire]) -> ThemisRow:
     num_ranks = math.prod(dimension.num_ranks for dimension in dimensions)
-    most_per_s = sum(dimension.bytes_per_s for dimension in dimensions)
+    most_per_s = sum(dimension.rate for dimension in dimensions)
     used, gains = [0.0] * 3, [0.0] * 3
     for nbytes in SIZES:
         in_turn = schedule(dimensions, nbytes, is_even=False)

@@ -185,12 +185,7 @@ def prepare(
         per_epoch = batches.steps_per_epoch
         total_steps = settings.max_steps or (settings.epochs or 1) * per_epoch
         curve = lr_curve(settings, total_steps=total_steps, steps_per_epoch=per_epoch)
-        stream: StreamReader | None = None
-        if isinstance(batches, Batches):
-            _check_passes(batches, task, total_steps)
-        else:
-            stream = _open_stream(task, batches, snapshot)
-            task = replace(task, train_data=cast("Any", stream))
+        task, stream = _open_data(task, batches, snapshot, total_steps=total_steps)
         average = _fill_model(task, settings, snapshot)
         prepare_blocks(task.model, settings)
         scaler = _scaler(device_of_model(task.model), settings, snapshot)
@@ -201,14 +196,12 @@ def prepare(
         base_lrs = tuple(float(group["lr"]) for group in inner.param_groups)
         state = _optimizer_state(snapshot, task, inner)
     start_step = 0 if snapshot is None else snapshot.step
-    optimizer: DistributedOptimizer | LocalOptimizer
     plan = _choose_plan(world, settings, task.model, total_steps - start_step, kept_plan)
-    if settings.trains_alone:
-        optimizer = _train_alone(inner, task, world, settings, snapshot=snapshot, state=state)
-    else:
-        optimizer = _distribute(inner, task, world, settings, plan=plan, state=state)
-        if scaler is not None and settings.engine().keeps_unsent:
-            optimizer.follow_loss_scale(scaler.get_scale)
+    optimizer = (
+        _train_alone(inner, task, world, settings, snapshot=snapshot, state=state)
+        if settings.trains_alone
+        else _distribute(inner, task, world, settings, plan=plan, state=state, scaler=scaler)
+    )
     with together(world):
         continue_random_state(world, snapshot, settings.seed, start_step)
     return Job(
@@ -251,16 +244,22 @@ def _check_stream(settings: RunSettings, task: Task) -> None:
         )
 
 
-def _open_stream(task: Task, batches: StreamBatches, snapshot: Snapshot | None) -> StreamReader:
-    """The samples of ``task``, after those of the run that wrote ``snapshot``."""
+def _open_data(
+    task: Task, batches: Batches | StreamBatches, snapshot: Snapshot | None, *, total_steps: int
+) -> tuple[Task, StreamReader | None]:
+    """``task``, and what reads its samples if they are a stream: those after the ones of the run
+    that wrote ``snapshot``. Raises ConfigError as ``_check_passes`` does.
+    """
+    if isinstance(batches, Batches):
+        _check_passes(batches, task, total_steps)
+        return task, None
     stream = StreamReader(task.train_data, batches)
-    if snapshot is None:
-        return stream
-    epoch, step = snapshot.meta["epoch"], snapshot.meta["step_in_epoch"]
-    batches.epoch, batches.first_step = epoch, snapshot.step - step
-    if snapshot.meta["stream"] is not None:
-        stream.resume(epoch, step, snapshot.meta["stream"])
-    return stream
+    if snapshot is not None:
+        epoch, step = snapshot.meta["epoch"], snapshot.meta["step_in_epoch"]
+        batches.epoch, batches.first_step = epoch, snapshot.step - step
+        if snapshot.meta["stream"] is not None:
+            stream.resume(epoch, step, snapshot.meta["stream"])
+    return replace(task, train_data=cast("Any", stream)), stream
 
 
 def _check_passes(batches: Batches, task: Task, total_steps: int) -> None:
@@ -399,6 +398,7 @@ def _distribute(
     *,
     plan: Plan | Literal["auto"] | None,
     state: dict[str, Any] | None,
+    scaler: GradScaler | None,
 ) -> DistributedOptimizer:
     """``inner``, shared by the ranks, with the ``state`` that it has reached, if any."""
     try:
@@ -410,6 +410,8 @@ def _distribute(
         raise AgreedError(str(error), exit_code=error.exit_code, code=error.code) from error
     if state is not None:
         optimizer.load_state_dict(state)
+    if scaler is not None and settings.engine().keeps_unsent:
+        optimizer.follow_loss_scale(scaler.get_scale)
     return optimizer
 
 

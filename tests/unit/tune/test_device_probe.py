@@ -28,3 +28,10 @@ def test_a_process_of_its_own_can_ask_the_library_for_cuda() -> None:
     command = [sys.executable, "-c", device_probe._CLAIMS_CUDA]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert asked.stdout.strip() in ("True", "False"), asked.stderr
+
+
+def test_output_that_is_no_text_is_reported_too() -> None:
+    code = "import sys; sys.stdout.buffer.write(b'\\xff died'); sys.exit(3)"
+    verdicts = device_probe.probe("cpu", program=(sys.executable, "-c", code))
+    assert [one.operation for one in verdicts] == list(device_probe.OPERATIONS)
+    assert not any(one.works for one in verdicts) and "died" in verdicts[0].output

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dearmpi.chunk_orders import Crossing, schedule, seconds
+from dearmpi.chunk_orders import Crossing, DimensionWire, schedule, seconds
 from dearmpi.plan.simulate.themis import (
     PAPER,
     TOPOLOGIES,
-    Dimension,
     ThemisRow,
     compare_themis,
+    wire_of,
 )
 
 GIGABYTE = 1_000_000_000
@@ -42,18 +42,18 @@ def test_each_topology_has_1024_ranks() -> None:
 
 def test_one_dimension_takes_its_bytes_and_its_steps() -> None:
     """4 ranks at 8 Gbit/s: 0.75 s for each half of 1 GB; a ring of 3 steps of 1 ms each way."""
-    ring = Dimension(4, 8, 1_000_000, "ring")
+    ring = wire_of(4, 8, 1_000_000, "ring")
     chunks = schedule([ring], GIGABYTE, is_even=True, num_chunks=1)
     assert chunks == [[Crossing(0, GIGABYTE), Crossing(0, GIGABYTE)]]
     assert seconds([ring], chunks, is_smallest_first=True) == pytest.approx(1.506)
-    direct, switch = Dimension(4, 8, 1e6, "direct"), Dimension(4, 8, 1e6, "switch")
+    direct, switch = wire_of(4, 8, 1e6, "direct"), wire_of(4, 8, 1e6, "switch")
     assert seconds([direct], chunks, is_smallest_first=True) == pytest.approx(1.502)
     assert seconds([switch], chunks, is_smallest_first=True) == pytest.approx(1.504)
 
 
 def test_the_second_chunk_crosses_the_idle_dimension_first() -> None:
     """Two dimensions of 2 ranks, 1 GB/s; a chunk of 1 GB takes 0.5 s, and its half 0.25 s."""
-    equal = [Dimension(2, 8, 0, "ring"), Dimension(2, 8, 0, "ring")]
+    equal = [wire_of(2, 8, 0, "ring"), wire_of(2, 8, 0, "ring")]
     chunks = schedule(equal, 2 * GIGABYTE, is_even=True, num_chunks=2)
     assert [[crossing.dimension for crossing in chunk] for chunk in chunks] == [
         [0, 1, 1, 0],
@@ -67,14 +67,14 @@ def test_the_second_chunk_crosses_the_idle_dimension_first() -> None:
 
 def test_a_network_that_fits_the_baseline_gains_nothing() -> None:
     """The outer dimension has a P-th of the inner one's bandwidth, so that both are even."""
-    fitting = [Dimension(16, 1600, 0, "switch"), Dimension(64, 100 * 63 / 60, 0, "switch")]
+    fitting = [wire_of(16, 1600, 0, "switch"), wire_of(64, 100 * 63 / 60, 0, "switch")]
     chunks = schedule(fitting, GIGABYTE, is_even=True)
     assert {tuple(crossing.dimension for crossing in chunk) for chunk in chunks} == {(0, 1, 1, 0)}
 
 
 DIMENSIONS = st.lists(
     st.builds(
-        Dimension,
+        wire_of,
         num_ranks=st.sampled_from([2, 4, 8, 16]),
         gigabits=st.floats(10, 2000),
         step_ns=st.floats(0, 3000),
@@ -87,7 +87,7 @@ DIMENSIONS = st.lists(
 
 @given(DIMENSIONS, st.sampled_from([1, 3, 16]), st.booleans(), st.booleans())
 def test_all_bytes_cross_and_no_schedule_is_faster_than_its_wires(
-    dimensions: list[Dimension], num_chunks: int, is_even: bool, is_smallest_first: bool
+    dimensions: list[DimensionWire], num_chunks: int, is_even: bool, is_smallest_first: bool
 ) -> None:
     chunks = schedule(dimensions, GIGABYTE, is_even=is_even, num_chunks=num_chunks)
     sent = [0.0] * len(dimensions)
@@ -101,5 +101,5 @@ def test_all_bytes_cross_and_no_schedule_is_faster_than_its_wires(
     num_ranks = math.prod(one.num_ranks for one in dimensions)
     assert sum(sent) == pytest.approx(2 * GIGABYTE * (1 - 1 / num_ranks))
     taken_s = seconds(dimensions, chunks, is_smallest_first=is_smallest_first)
-    busiest_s = max(part / one.bytes_per_s for part, one in zip(sent, dimensions, strict=True))
+    busiest_s = max(part / one.rate for part, one in zip(sent, dimensions, strict=True))
     assert taken_s >= busiest_s * (1 - 1e-9)
