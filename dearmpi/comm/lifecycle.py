@@ -154,7 +154,8 @@ def _connect(
     try:
         from dearmpi.comm.backends import mpi
 
-        with limit_start(stall_limits or StallLimits(), has_comm=comm is not None):
+        missing = None if comm is None else mpi.describe_missing
+        with limit_start(stall_limits or StallLimits(), missing_of_comm=missing):
             collectives: Collectives = mpi.connect(comm)
     except (ImportError, RuntimeError) as error:
         _require_alone(error, has_comm=comm is not None)

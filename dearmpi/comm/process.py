@@ -37,7 +37,8 @@ class Deadline:
     """Ends this process with ``exit_code`` if the ``with`` block lasts too long.
 
     limits: seconds until a warning, and until the end. origin, what, advice: "[origin] has waited
-        30 s for what: advice", on standard error. exit_code: default StallError's.
+        30 s for what: advice", on standard error; a ``what`` that may change is called then.
+        exit_code: default StallError's.
     The thread that ends the process starts at once, since none can start while Python shuts down.
     A call in the block must release the interpreter's lock.
     """
@@ -47,7 +48,7 @@ class Deadline:
         limits: StallLimits,
         *,
         origin: str,
-        what: str,
+        what: str | Callable[[], str],
         advice: str,
         exit_code: int = StallError.exit_code,
     ) -> None:
@@ -72,10 +73,10 @@ class Deadline:
         warning_s, abort_s = self._limits.warning_s, self._limits.abort_s
         if self._is_left_within(warning_s):
             return
-        self._write(f"has waited {warning_s:.0f} s for {self._what}")
+        self._write(f"has waited {warning_s:.0f} s")
         if self._is_left_within(abort_s - warning_s):
             return
-        self._write(f"gave up after waiting {abort_s:.0f} s for {self._what}")
+        self._write(f"gave up after waiting {abort_s:.0f} s")
         safe_output.flush()
         os._exit(self._exit_code)
 
@@ -89,7 +90,8 @@ class Deadline:
         return False
 
     def _write(self, text: str) -> None:
-        safe_output.write(f"[{self._origin}] {text}: {self._advice}")
+        what = self._what if isinstance(self._what, str) else self._what()
+        safe_output.write(f"[{self._origin}] {text} for {what}: {self._advice}")
 
 
 class _NotedCode:
@@ -384,20 +386,23 @@ def _find_pmix_launcher(environment: Mapping[str, str]) -> tuple[str, str]:
     return "", ""
 
 
-def limit_start(limits: StallLimits, *, has_comm: bool = False) -> Deadline:
+def limit_start(
+    limits: StallLimits, *, missing_of_comm: Callable[[], str] | None = None
+) -> Deadline:
     """The deadline for MPI's initialisation, which returns when every rank has called it.
 
-    has_comm: the script gave a communicator, which its ranks duplicate together.
+    missing_of_comm: the script gave a communicator, which its ranks duplicate together; tells what
+        this one waits for.
     """
     rank, size = announced_rank(os.environ), announced_size(os.environ)
-    if has_comm:
+    if missing_of_comm is not None:
         return Deadline(
             limits,
             origin=f"rank {rank} on {os.uname().nodename}",
-            what="all ranks of its comm to call dearmpi.connect(comm=...)",
+            what=missing_of_comm,
             advice=(
-                "another rank of it has given another communicator, or has not reached the call. "
-                "Give one and the same on all of its ranks, such as what one call of "
+                "a rank of it has not reached the call, has ended, or has given another one. Give "
+                "one and the same comm on all of its ranks, such as what one call of "
                 "MPI.COMM_WORLD.Split() returned"
             ),
         )

@@ -47,6 +47,15 @@ if how.startswith("comm"):
         comm = MPI.COMM_SELF
     elif how == "comm of threes":
         comm = job.Split(job.rank == 3)
+    elif how == "comm twins":
+        comm = [job.Dup(), job.Dup()][job.rank == 3]
+    elif how in ("comm crossed", "comm, then none"):
+        pairs = [pair for pair in ([0, 1], [1, 2]) if job.rank in pair]
+        made = [job.Create_group(job.group.Incl(pair), pair[0]) for pair in pairs]
+        comm = made[0] if made else MPI.COMM_SELF
+        if job.rank > 1:
+            job.recv(source=1)  # which is connected
+            comm = comm if how == "comm crossed" else None
 world = dearmpi.connect(stall_limits=StallLimits(5, 40), comm=comm)
 if how == "comm of some":
     told = " ".join([f"{world.rank} of", *world.all_gather_text(str(MPI.COMM_WORLD.rank))])
@@ -54,6 +63,11 @@ if how == "comm of some":
     if MPI.COMM_WORLD.rank == 0:
         print(*told, sep=chr(10), flush=True)
     sys.exit()
+if how in ("comm crossed", "comm, then none") and job.rank < 2:
+    for rank in (2, 3) if job.rank else ():
+        job.send(None, rank)
+    while True:
+        world.barrier()
 if how.startswith("comm"):
     sys.exit()  # ranks that have a world; the others wait
 if how == "made by some" and world.rank != 2:
@@ -146,6 +160,9 @@ WRONGS = [
     Wrong("comm freed", 2, ("[rank 1 on", "wrong-type", "MPI.COMM_NULL", "Split()")),
     Wrong("comm differs", 4, ("MPI.COMM_WORLD, as without", "rank 3 gives it", "ranks [1, 3]")),
     Wrong("comm on one", 4, ("ranks-in-different-calls", "rank 1 gives it", "ranks [1, 3]")),
+    Wrong("comm crossed", 4, ("[rank 2 on", "job's ranks [1, 2], and rank 1 gives", "[0, 1]")),
+    Wrong("comm, then none", 4, ("MPI.COMM_WORLD, as without comm, and rank", "ranks [0, 1]")),
+    Wrong("comm twins", 4, ("all 4 ranks have given", "ranks [0, 1, 2, 3], but not the same")),
 ]
 
 

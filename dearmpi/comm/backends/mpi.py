@@ -16,7 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import mpi4py
 
@@ -70,7 +70,10 @@ _THREAD_LEVELS = {
 _ABORT_S = 10  # how long an abort may take
 _MESSAGE_TAG = 32767  # the largest that every MPI has
 _COMM_TAG = _MESSAGE_TAG - 1  # on MPI_COMM_WORLD, of what ranks give to connect()
+_QUESTION = b"?"  # before what a rank gives: whether another still waits in connect()
 _POLL_S = 1e-3
+_SETTLE_S = 2.0  # after which ranks that still wait in connect() ask others
+_NUM_ROUNDS = 200  # of questions to all; a duplicate needs a few, each while all look for messages
 _LONG = 100  # ranks as text
 
 # What Open MPI is told unless the user has. Between two ranks its TCP "puts" a large message as a
@@ -98,11 +101,19 @@ class MpiCollectives(AlgorithmCollectives):
     """``Collectives`` on one communicator."""
 
     def __init__(
-        self, comm: MPI.Intracomm, *, rank: int, hosts: tuple[str, ...], scheduler: SendScheduler
+        self,
+        comm: MPI.Intracomm,
+        *,
+        rank: int,
+        hosts: tuple[str, ...],
+        scheduler: SendScheduler,
+        given: GivenComm | None = None,
     ) -> None:
-        """rank, hosts: in ``comm``; a duplicate that is not complete yet cannot be queried."""
+        """rank, hosts: in ``comm``; a duplicate that is not complete yet cannot be queried. given:
+        what it is a duplicate of, where others may give this rank another one.
+        """
         super().__init__(rank=rank, hosts=hosts, scheduler=scheduler)
-        self._comm = comm
+        self._comm, self._given = comm, given
 
     def start_all_reduce(self, buffer: Buffer, op: ReduceOp) -> Request:
         request = self._comm.Iallreduce(MPI.IN_PLACE, _spec(buffer), _OPS[op])
@@ -135,6 +146,8 @@ class MpiCollectives(AlgorithmCollectives):
     def receive_message(self) -> tuple[int, bytes] | None:
         if MPI.Is_finalized():  # by the program, while the progress thread still polls
             return None
+        if self._given is not None:
+            self._given.answer_others()
         status = MPI.Status()
         message = self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)
         if message is None:
@@ -234,9 +247,29 @@ def connect(comm: object = None) -> MpiCollectives:
             "to, such as what MPI.COMM_WORLD.Split() returns. A rank of none leaves connect() out",
             code="wrong-type",
         )
-    comm = _duplicate(given)
+    _Joining.given = joining = GivenComm(given)
+    comm = joining.duplicate()
+    _Joining.given = None
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # duplicates inherit it
-    return MpiCollectives(comm, rank=comm.rank, hosts=_hosts_of(comm), scheduler=SendScheduler())
+    return MpiCollectives(
+        comm,
+        rank=comm.rank,
+        hosts=_hosts_of(comm),
+        scheduler=SendScheduler(),
+        given=joining if joining.may_differ else None,
+    )
+
+
+class _Joining:
+    """What this process gives to the connect() that it is in."""
+
+    given: ClassVar[GivenComm | None] = None
+
+
+def describe_missing() -> str:
+    """What a rank in connect(comm=...) waits for."""
+    given = _Joining.given
+    return "MPI to start" if given is None else given.describe_missing()
 
 
 def find_alone(comm: object) -> str:
@@ -253,33 +286,126 @@ def find_alone(comm: object) -> str:
     )
 
 
-def _duplicate(given: MPI.Intracomm) -> MPI.Intracomm:
-    """A duplicate of ``given`` (collective). Raises MismatchError where a rank of it gives another
-    communicator, for whose ranks all would wait.
+class GivenComm:
+    """A communicator that a script gives, which is duplicated once all of its ranks give it.
 
-    The first rank of a communicator tells the others of it what it gives, and they it. Ranks that
-    give MPI.COMM_WORLD tell nobody, since others may have come without a word; but they hear.
+    Its first rank tells the others what it gives, and they it, by messages of all of the job. Ranks
+    that give MPI.COMM_WORLD tell nobody, since others may have come without a word; but they hear.
+    A rank that is connected goes on hearing, and answers those that give it another one.
+
+    may_differ: whether its ranks may give each other another one, even where all of it have come.
     """
-    job, own, peers = MPI.COMM_WORLD, _describe_comm(given), _peers_of(given)
-    sent = [job.Isend([own, len(own), MPI.BYTE], peer, _COMM_TAG) for peer in peers]
-    comm, request = given.Idup()
-    is_made, heard = False, set[int]()
-    while not is_made or not heard.issuperset(peers):
-        is_made = is_made or request.Test()
-        heard |= _hear_comms(own)
-        time.sleep(_POLL_S)
-    MPI.Request.Waitall(sent)
-    return comm
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm, self._ranks = comm, _ranks_in_job(comm)
+        self._own = _describe_comm(comm, self._ranks)
+        is_whole = MPI.Comm.Compare(comm, MPI.COMM_WORLD) == MPI.IDENT
+        # To ranks of a job that was spawned leads no communicator that all have.
+        self.may_differ = not is_whole and MPI.UNDEFINED not in self._ranks
+        self._is_first = comm.rank == 0
+        others = self._ranks[1:] if self._is_first else self._ranks[:1]
+        self._askable = frozenset(others if self.may_differ or is_whole else ())
+        self._peers = self._askable if self.may_differ else frozenset[int]()
+        self._heard: set[int] = set()
+        self._answered: set[int] = set()  # in this round of questions
+        self._num_rounds = 0
+        self._sent: list[MPI.Request] = []
+
+    def duplicate(self) -> MPI.Intracomm:
+        """A duplicate (collective). Raises MismatchError where a rank of it gives another
+        communicator, for whose ranks all would wait.
+        """
+        for peer in self._peers:
+            self._tell(peer)
+        comm, request = self._comm.Idup()
+        is_made, settled_at = False, time.monotonic() + _SETTLE_S
+        while not is_made or not self._heard.issuperset(self._peers):
+            is_made = is_made or request.Test()
+            self._hear()
+            if not is_made and time.monotonic() > settled_at:
+                self._ask()
+            time.sleep(_POLL_S)
+        MPI.Request.Waitall(self._sent)
+        self._sent.clear()
+        return comm
+
+    def describe_missing(self) -> str:
+        """The ranks that have not come yet, as far as this one knows."""
+        missing = sorted(self._peers - self._heard)
+        if missing:
+            named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of the job"
+        elif self._is_first or not self._peers:
+            named = "all ranks of it"
+        else:
+            named = f"others of it, which rank {self._ranks[0]} of the job names,"
+        return f"{named} to call dearmpi.connect(comm=...) with {self._own.decode()}"
+
+    def answer_others(self) -> None:
+        """Tell ranks that wait in connect() with another communicator what this rank has given."""
+        while (message := _receive_comm()) is not None:
+            source, data = message
+            if data.removeprefix(_QUESTION) != self._own:
+                self._sent = [request for request in self._sent if not request.Test()]
+                self._tell(source)
+
+    def _tell(self, peer: int, mark: bytes = b"") -> None:
+        data = mark + self._own
+        self._sent.append(MPI.COMM_WORLD.Isend([data, len(data), MPI.BYTE], peer, _COMM_TAG))
+
+    def _hear(self) -> None:
+        """Note ranks that have just told what they give. Raises MismatchError if it differs."""
+        while (message := _receive_comm()) is not None:
+            source, data = message
+            told = data.removeprefix(_QUESTION)
+            if told != self._own:
+                raise MismatchError(
+                    f"{origin_in_job()} gives connect() {self._own.decode()}, and rank {source} "
+                    f"gives it {told.decode()}. Each would wait for ranks that never come. Give "
+                    "one and the same comm on all of its ranks, such as what one call of "
+                    "MPI.COMM_WORLD.Split() returned",
+                    code="ranks-in-different-calls",
+                )
+            if data.startswith(_QUESTION) and self.may_differ:
+                self._tell(source)
+            (self._answered if source in self._heard else self._heard).add(source)
+
+    def _ask(self) -> None:
+        """Find out why a rank still waits.
+
+        One that gives MPI.COMM_WORLD asks once: those that another one has connected answer. The
+        first rank of another one asks those that have all come, again and again. All of them drive
+        MPI meanwhile. Raises MismatchError when it would long have made a duplicate.
+        """
+        if not self.may_differ:
+            has_to = self._num_rounds == 0
+        else:
+            of_round = self._answered if self._num_rounds else self._heard
+            has_to = self._is_first and of_round.issuperset(self._askable)
+        if not has_to:
+            return
+        if self._num_rounds == _NUM_ROUNDS:
+            raise MismatchError(
+                f"all {len(self._ranks)} ranks have given connect() {self._own.decode()}, but not "
+                "the same one: there are several of these ranks, and a rank waits only for those "
+                "that give its own. Give one and the same comm on all of its ranks, such as what "
+                "one call of MPI.COMM_WORLD.Split() returned",
+                code="ranks-in-different-calls",
+            )
+        self._num_rounds += 1
+        self._answered.clear()
+        for rank in self._askable:
+            self._tell(rank, _QUESTION)
 
 
-def _peers_of(given: MPI.Intracomm) -> list[int]:
-    """Ranks of the job that say what they give to this one, and it to them."""
-    if MPI.Comm.Compare(given, MPI.COMM_WORLD) == MPI.IDENT:
-        return []
-    ranks = _ranks_in_job(given)
-    if MPI.UNDEFINED in ranks:  # of a job that was spawned, to which no communicator leads
-        return []
-    return ranks[1:] if given.rank == 0 else ranks[:1]
+def _receive_comm() -> tuple[int, bytes] | None:
+    """A rank of the job that has just told what it gives connect(), and its words; else None."""
+    status = MPI.Status()
+    message = MPI.COMM_WORLD.Improbe(MPI.ANY_SOURCE, _COMM_TAG, status)
+    if message is None:
+        return None
+    data = bytearray(status.Get_count(MPI.BYTE))
+    message.Recv([data, len(data), MPI.BYTE])
+    return status.source, bytes(data)
 
 
 def _ranks_in_job(given: MPI.Intracomm) -> list[int]:
@@ -290,31 +416,14 @@ def _ranks_in_job(given: MPI.Intracomm) -> list[int]:
     return [int(rank) for rank in ranks]
 
 
-def _describe_comm(given: MPI.Intracomm) -> bytes:
-    """In few bytes, the same on all of its ranks."""
+def _describe_comm(given: MPI.Intracomm, ranks: Sequence[int]) -> bytes:
+    """In few bytes, the same on all of its ``ranks``."""
     if MPI.Comm.Compare(given, MPI.COMM_WORLD) == MPI.IDENT:
         return b"MPI.COMM_WORLD, as without comm"
-    named = str(_ranks_in_job(given))
+    named = str(list(ranks))
     checksum = f" (checksum {zlib.crc32(named.encode())})" if len(named) > _LONG else ""
     more = f"{named[:_LONG]} ..." if checksum else named
     return f"a communicator of the job's ranks {more}{checksum}".encode()
-
-
-def _hear_comms(own: bytes) -> set[int]:
-    """Ranks that have just said what they give. Raises MismatchError if it differs."""
-    job, status, heard = MPI.COMM_WORLD, MPI.Status(), set[int]()
-    while message := job.Improbe(MPI.ANY_SOURCE, _COMM_TAG, status):
-        data = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([data, len(data), MPI.BYTE])
-        if data != own:
-            raise MismatchError(
-                f"{origin_in_job()} gives connect() {own.decode()}, and rank {status.source} gives "
-                f"it {data.decode()}. Give one and the same comm on all of its ranks, such as what "
-                "one call of MPI.COMM_WORLD.Split() returned",
-                code="ranks-in-different-calls",
-            )
-        heard.add(status.source)
-    return heard
 
 
 def _name_comm(given: object) -> str:

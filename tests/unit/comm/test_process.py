@@ -230,7 +230,8 @@ import dearmpi.comm.process
 from dearmpi.comm.process import Deadline
 from dearmpi.comm.watchdog.watchdog import StallLimits
 
-deadline = Deadline(StallLimits({limits}), origin="rank 1", what="Godot", advice="look for him")
+limits = StallLimits({limits})
+deadline = Deadline(limits, origin="rank 1", what=lambda: "Godot", advice="look for him")
 print("unflushed", end="")
 {body}
 """

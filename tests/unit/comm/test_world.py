@@ -283,6 +283,7 @@ def replace_mpi(
 ) -> None:
     mpi = SimpleNamespace(
         connect=lambda comm: collectives,
+        describe_missing=lambda: "ranks of it",
         has_others=lambda: num_launched > 1,
         find_alone=lambda comm: "trains alone" if num_launched > 1 else "",
         origin_in_job=lambda: "rank 0 on n0",
