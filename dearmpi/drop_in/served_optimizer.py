@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dearmpi import DistributedOptimizer, World
+from dearmpi.drop_in.pending_parameters import PendingParameters
 from dearmpi.torch_internals import STEPPED_MARK, call_with_step_hooks, mark_scheduled
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class ServedOptimizer:
         if self.engine.config.gather == "gradients":
             for model in models:
                 model.keep_gradients(self.engine)
+        self.pending = PendingParameters(params_of(optimizer), self.engine.synchronize)
         self._show_state()
         self._before = vars(optimizer).get("step")
         vars(optimizer)["step"] = MethodType(
@@ -112,6 +114,7 @@ class ServedOptimizer:
     def release(self) -> None:
         """Leave the optimizer, with its state and gradients, to itself (collective)."""
         optimizer = self.optimizer
+        self.pending.unmark()
         is_sharded = self.engine.config.gather == "parameters"
         state_dict = self.engine.state_dict() if is_sharded else None
         gradients = self.engine.gradients() if is_sharded else {}
@@ -137,6 +140,7 @@ class ServedOptimizer:
         if vars(self.optimizer)["state"] is not self._shown:  # the script has set another
             self._loaded(self.optimizer)
         self._follow_attributes()
+        self.pending.unmark()
         for model in self.models:
             model.take_moved()
         vars(self.optimizer)[STEPPED_MARK] = True
@@ -147,6 +151,7 @@ class ServedOptimizer:
         if was_choosing and not self.engine.is_choosing:  # buckets of another codec lie elsewhere
             for model in self.models:
                 model.note_storage()
+        self.pending.mark()
         return loss
 
     def _is_left_out(self) -> bool:

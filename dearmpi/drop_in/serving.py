@@ -36,6 +36,7 @@ from dearmpi.drop_in.served_optimizer import (
     params_of,
 )
 from dearmpi.errors import ConfigError, UsageError
+from dearmpi.torch_internals import without_torch_function
 
 
 class Chosen:
@@ -120,6 +121,7 @@ class ModelServing:
                 )
             self._newer.prepare()
             return
+        self._unmark()
         if self._has_moved():
             self._leave_engines()  # as after model.to("cpu:0"): they start over where it is now
         if not self._is_complete:
@@ -152,7 +154,9 @@ class ModelServing:
         """
         if self._newer is not None:
             self._newer.prepare_evaluation()
-        elif self._has_trained:
+            return
+        self._unmark()
+        if self._has_trained:
             self.broadcast_buffers()
 
     def note_wrapped(self) -> None:
@@ -315,6 +319,11 @@ class ModelServing:
         self._is_complete = True
         self.note_storage()
 
+    def _unmark(self) -> None:
+        """Modules have readers of parameters wait from now on."""
+        for served in self.engines:
+            served.pending.unmark()
+
     def _has_moved(self) -> bool:
         return _addresses_of(self.names) != self._addresses
 
@@ -350,7 +359,8 @@ class ModelServing:
 
 
 def _addresses_of(params: Iterable[nn.Parameter]) -> list[int]:
-    return [param.data_ptr() for param in params]
+    with without_torch_function():  # which would wait
+        return [param.data_ptr() for param in params]
 
 
 def watch_steps(model: ModelServing) -> None:

@@ -723,6 +723,50 @@ def perturbed_parameters(job: Job) -> Trained:
     return Trained([model], [optimizer], seen)
 
 
+def parameters_in_lists(job: Job) -> Trained:
+    """Read and written right after steps through what the script has kept, as by Lookahead."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    params = list(model.parameters())
+    slow = [param.detach().clone() for param in params]
+    average = [param.detach().clone() for param in params]
+    seen = []
+    for step in range(2 * STEPS):
+        optimizer.zero_grad()
+        loss_of(model(job.batch(step))).backward()
+        optimizer.step()
+        if step == 6:
+            slow = [param.detach() for param in copy.deepcopy(params)]
+        for param, kept in zip(optimizer.param_groups[0]["params"], slow, strict=True):
+            if step % 3 == 2:
+                kept.add_(param.data - kept, alpha=0.5)
+                param.data.copy_(kept)
+        with torch.no_grad():
+            torch._foreach_lerp_(average, params, 0.1)
+        assert all(type(param) is nn.Parameter for param in params)
+        seen += [float(average[0].sum()), float(nn.utils.parameters_to_vector(params).sum())]
+    return Trained([model], [optimizer], seen)
+
+
+def steps_without_backward(job: Job) -> Trained:
+    """They use the gradients that are there once more, changed or as they are."""
+    model = job.wrap(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    seen = []
+    for step in range(2 * STEPS):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        loss_of(model(job.batch(step))).backward()
+        for _ in range(step % 4):
+            optimizer.step()
+        if step % 4 == 3:
+            seen.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+            optimizer.step()
+        seen += [float(param.grad.sum()) for param in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.step()
+    return Trained([model], [optimizer], seen)
+
+
 SCRIPTS: dict[str, Callable[[Job], Trained]] = {
     script.__name__: script
     for script in (
@@ -733,6 +777,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(unused_parameters_clipped, parameters_of_no_optimizer, buffers_read_in_training),
         *(wrapped_again, moved_parameters, perturbed_parameters, frozen_with_gradients),
         *(fused_and_scaler, uneven_inputs_with_buffers, accumulation_after_a_skipped_step),
-        *(state_begun_anew, uneven_inputs_clipped),
+        *(state_begun_anew, uneven_inputs_clipped, parameters_in_lists, steps_without_backward),
     )
 }

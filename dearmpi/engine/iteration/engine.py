@@ -96,6 +96,8 @@ class Engine:
         this rank has no batches left and only takes part.
         """
         if self.state.keeps_gradients:
+            if self.state.iteration.stepped:  # a step without backward: the last gradients again
+                self.backprop.begin()
             self.reduced.take_replaced()
         elif name := self.backprop.find_cleared():
             raise usage_errors.cleared(name)
