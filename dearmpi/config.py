@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from math import inf, prod
@@ -105,6 +105,13 @@ def _check_type(name: str, value: object, kind: type, what: str) -> None:
         raise ConfigError(
             f"{name} is {value!r}, of type {type(value).__name__}; give {what}", code="wrong-type"
         )
+
+
+_NUMBERS: Mapping[str, tuple[type, type[int] | type[float], str]] = {
+    "integer": (Integral, int, "a whole number"),
+    "number": (Real, float, "a number"),
+}
+"""By the kind of a setting: what it may be, what it becomes, and what to give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,16 +573,15 @@ class EngineConfig:
         if not self.has_weights:
             names = "'auto', 'even', 'whole', or a list with a number for each rank"
             _check_type("shards", self.shards, str, names)
-        _check_type("window", self.window, Integral, "a whole number")
-        _check_type("compress_after", self.compress_after, Integral, "a whole number")
-        if self.bucket_cap_mb is not None:
-            _check_type("bucket_cap_mb", self.bucket_cap_mb, Real, "a number of MiB, or None")
-        if self.density is not None:
-            _check_type("density", self.density, Real, "a number, or None")
-        if self.powersgd_rank is not None:
-            _check_type("powersgd_rank", self.powersgd_rank, Integral, "a whole number, or None")
-        if self.check_every is not None:
-            _check_type("check_every", self.check_every, Integral, "a whole number, or None")
+        for one in fields(self):
+            about, value = engine_setting(one.name), getattr(self, one.name)
+            if about.kind not in _NUMBERS or (value is None and about.default is None):
+                continue
+            kind, plain, what = _NUMBERS[about.kind]
+            or_none = ", or None" if about.default is None else ""
+            _check_type(one.name, value, kind, f"{what}{or_none}")
+            if type(value) not in (int, float):  # files and texts show numpy's otherwise
+                object.__setattr__(self, one.name, plain(value))
 
     @property
     def has_weights(self) -> bool:

@@ -295,6 +295,25 @@ def test_metrics_keep_their_names(tmp_path: Path) -> None:
         run.log(1.0)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ({"log_interval": 0}, "out-of-range"),
+        ({"keep": 2.5}, "wrong-type"),
+        ({"max_time_s": math.nan}, "out-of-range"),
+        ({"max_time_s": -1.0}, "out-of-range"),
+        ({"save_every_s": 0.0}, "out-of-range"),
+        ({"trace": (3, 3)}, "out-of-range"),
+        ({"trace": (3,)}, "out-of-range"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(
+    tmp_path: Path, numbers: dict[str, Any], code: str
+) -> None:
+    with raises(ConfigError, code, next(iter(numbers))):
+        Script().run(tmp_path / "a", **numbers)
+
+
 def test_metrics_of_numpy_and_torch_come_back_as_numbers(tmp_path: Path) -> None:
     script = Script()
     values: list[Any] = [np.float64(0.5), np.float32(0.25), torch.tensor(0.125), np.int64(3), True]

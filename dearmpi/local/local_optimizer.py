@@ -342,7 +342,7 @@ def _average_state(
         if isinstance(value, Tensor) and value.is_floating_point()
     }
     of_ranks = [set(text.splitlines()) for text in world.all_gather_text("\n".join(tensors))]
-    common = [tensors[label] for label in tensors if all(label in own for own in of_ranks)]
+    common = [tensors[label] for label in sorted(set.intersection(*of_ranks))]
     if not common:
         return
     is_double = any(value.dtype == torch.float64 for value in common)

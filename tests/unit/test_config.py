@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dearmpi.config import MIB, EngineConfig, known_names
@@ -36,6 +37,33 @@ def test_of_many_ranks_each_has_a_shard_worth_a_message(
     """A ring's messages are shards: start-up would be most of what smaller ones take."""
     model_bytes = int(model_mb * MIB)
     assert EngineConfig().cap_bytes(model_bytes, world_size=world_size) == cap_mb * MIB
+
+
+def test_numbers_of_numpy_become_plain_ones_for_files_and_texts() -> None:
+    settings: dict[str, Any] = {
+        "bucket_cap_mb": np.float64(1.5),
+        "density": np.float32(0.25),
+        "window": np.int64(3),
+        "check_every": np.int8(2),
+    }
+    found = EngineConfig(compress="topk", **settings)
+    plain = EngineConfig(compress="topk", bucket_cap_mb=1.5, density=0.25, window=3, check_every=2)
+    assert found == plain and repr(found) == repr(plain)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"window": None}, "window is None"),
+        ({"window": 2.0}, "give a whole number"),
+        ({"window": True}, "window is True"),
+        ({"bucket_cap_mb": "4"}, "give a number, or None"),
+        ({"check_every": 0.5}, "give a whole number, or None"),
+    ],
+)
+def test_what_is_no_number_is_refused(settings: dict[str, Any], words: str) -> None:
+    with raises(ConfigError, "wrong-type", words):
+        EngineConfig(**settings)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from dearmpi.engine.probe.trial import (
     device_of_optimizer,
     first_state,
     in_training,
+    kind_of,
     kinds_of_options,
     lively,
     step_uncompiled,
@@ -350,22 +351,12 @@ def tensorwise_groups(optimizer: Optimizer) -> frozenset[int]:
     """The param groups whose parameters cannot be cut: updates treat whole tensors, or the state
     does not follow the elements.
     """
-    found: dict[str, bool] = {}
-    for kind in kinds_of_options(optimizer):
-        found[_key(kind)] = not is_cuttable(optimizer, kind)
-    groups = enumerate(optimizer.param_groups)
-    kinds = {number: _key(in_training(optimizer, group)) for number, group in groups}
-    return frozenset(number for number, key in kinds.items() if found.get(key, True))
-
-
-def _key(options: Mapping[str, Any]) -> str:
-    """The same for groups that differ in rates or names alone, as in ``kinds_of_options``."""
-    return repr(
-        {
-            key: bool(value) if isinstance(value, float) else value
-            for key, value in options.items()
-            if key != "param_names" and not isinstance(value, Tensor)
-        }
+    kinds = kinds_of_options(optimizer)
+    cuttable = {kind_of(options): is_cuttable(optimizer, options) for options in kinds}
+    return frozenset(
+        number
+        for number, group in enumerate(optimizer.param_groups)
+        if not cuttable[kind_of(in_training(optimizer, group))]
     )
 
 

@@ -82,13 +82,19 @@ def kinds_of_options(optimizer: Optimizer) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = in_training(optimizer, group)
-        kind = {
+        kinds.setdefault(kind_of(options), options)
+    return list(kinds.values())
+
+
+def kind_of(options: Mapping[str, Any]) -> str:
+    """The same text for options that differ in rates or names alone."""
+    return repr(
+        {
             key: bool(value) if isinstance(value, float) else value
             for key, value in options.items()
             if key != "param_names" and not isinstance(value, Tensor)
         }
-        kinds.setdefault(repr(kind), options)
-    return list(kinds.values())
+    )
 
 
 def in_training(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

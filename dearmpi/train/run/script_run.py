@@ -21,6 +21,7 @@ from dearmpi.comm.world import World
 from dearmpi.engine.optimizer import DistributedOptimizer
 from dearmpi.errors import ArgumentError, ConfigError, DataError, UsageError
 from dearmpi.local.local_optimizer import LocalOptimizer
+from dearmpi.plan.data.local_schedule import check_count
 from dearmpi.report.read.pace import SlowRanks, StragglerWatch
 from dearmpi.train.data.data import Batches, RankShares, StepSampler
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow, check_names
@@ -101,12 +102,18 @@ class Run:
         world: the ranks that take the same steps; they stop, save and resume at the same one. By
         default all ranks of the job, also where the optimizer's world is a group: each group then
         has a Run and a folder of its own. A group that trains by itself gives its own world.
-        Raises ConfigError for numbers that are out of range.
+        Raises ConfigError for numbers that are out of range, or none.
         """
-        if min(log_interval, keep) < 1 or (trace is not None and not 1 <= trace[0] < trace[1]):
+        check_count("log_interval", log_interval, 1)
+        check_count("keep", keep, 1)
+        for name, seconds in (("max_time_s", max_time_s), ("save_every_s", save_every_s)):
+            if seconds is not None and not seconds > 0:
+                raise ConfigError(
+                    f"{name} is {seconds}; give seconds above 0, or None", code="out-of-range"
+                )
+        if trace is not None and not (len(trace) == 2 and 1 <= trace[0] < trace[1]):
             raise ConfigError(
-                f"log_interval is {log_interval}, keep {keep}, trace {trace}; give 1 or more, and "
-                "as trace a first iteration and a later one",
+                f"trace is {trace}; give a first iteration, from 1, and a later one",
                 code="out-of-range",
             )
         self._path, self._model = Path(folder), model
