@@ -164,7 +164,7 @@ class RoundRule:
 
     def __post_init__(self) -> None:
         least = min(2, self.num_clients)
-        for name, at_least in (("num_clients", 1), ("sparsity", least), ("cohort", least)):
+        for name, at_least in (("num_clients", 1), ("cohort", least), ("sparsity", least)):
             check_count(name, getattr(self, name), at_least)
         if not self.sparsity <= self.cohort <= self.num_clients:
             raise ConfigError(
@@ -195,7 +195,8 @@ class RoundRule:
                 "smoothness",
                 code="out-of-range",
             )
-        p = min(1.0, math.sqrt(num_clients * convexity / (sparsity * smoothness)))
+        senders = max(sparsity, 1)  # fewer are refused below
+        p = min(1.0, math.sqrt(num_clients * convexity / (senders * smoothness)))
         lr = 2 / (smoothness + convexity)
         return cls(num_clients, lr, p, sparsity, cohort, seed)
 

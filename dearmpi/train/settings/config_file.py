@@ -41,6 +41,14 @@ class _ConfigLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+def _describe(error: Exception) -> str:
+    """What is wrong, in one line; YAML's own text has several, and calls a tab a token."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None and "'\\t'" in str(error):
+        return f"line {mark.line + 1} has a tab where only blanks may stand"
+    return " ".join(str(error).split())
+
+
 def read_config(path: Path) -> dict[Any, object]:
     """Read the settings in the file at ``path``, by key; numbers are text.
 
@@ -61,7 +69,7 @@ def read_config(path: Path) -> dict[Any, object]:
         raise
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         # Such as a `!!timestamp` that is none.
-        reason = " ".join(str(error).split())  # YAML's own is of several lines
+        reason = _describe(error)
         raise ConfigError(
             f"the config file {path} is no YAML: {reason}; write one `name: value` to a line",
             code="malformed-file",

@@ -194,6 +194,9 @@ def _to_number(value: object, label: str) -> float:
         else:
             if math.isfinite(number):
                 return number
+            raise ConfigError(
+                f"{label} is {value!r}; it must be a finite number", code="out-of-range"
+            )
     raise ConfigError(f"{label} is {value!r}; it must be a number", code="wrong-type")
 
 
@@ -226,9 +229,9 @@ def _to_filled(value: object, label: str) -> str:
             f"YAML reads {label} as {value}; put the value in quotes", code="wrong-type"
         )
     text = _to_text(value, label)
-    if not text:  # as of a shell's variable that is not set
+    if not text.strip():  # as of a shell's variable that is not set
         raise ConfigError(
-            f"{label} is empty; give a value, or leave it out", code="malformed-value"
+            f"{label} is empty or blank; give a value, or leave it out", code="malformed-value"
         )
     return text
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dearmpi.config import known_names
+from dearmpi.config import known_names, nearest
 from dearmpi.errors import ConfigError
 from dearmpi.plan.data.plan_choice import DECIDED_BY_PLAN
 from dearmpi.train.settings.settings import EXCLUSIVE, OF_ROUNDS, SETTINGS, RunSettings
@@ -322,6 +322,9 @@ def before_task(sources: Sequence[Source]) -> RunSettings:
 def _known(name: str, names: Mapping[str, object]) -> str:
     """End of a message about an unknown ``name``, which may be what other tools call it."""
     ours = our_name(name.removeprefix(PREFIX))
+    near = nearest(name, names)
+    if ours is None and near:
+        return f"; {near}dear-train run --help-all lists every setting"
     if ours is None:
         return known_names(name, sorted(names), most=len(names))
     return f"; it is called {variable(ours) if name.startswith(PREFIX) else ours} here"

@@ -48,6 +48,8 @@ def test_a_table_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--algorithms", ""], "unknown-choice"),
         (["--algorithms", "gd,gd"], "given-twice"),
         (["--cohort", "7"], "out-of-range"),
+        (["--cohort", "-1"], "out-of-range"),
+        (["--sparsity", "0"], "out-of-range"),
         (["--p", "0"], "out-of-range"),
         (["--target", "0"], "out-of-range"),
         (["--clients", "0"], "out-of-range"),

@@ -147,6 +147,7 @@ def test_a_mapping_may_be_merged_into_the_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("batchsize: 4", "unknown setting 'batchsize' in {path}; did you mean 'batch_size'?"),
+        ("batchsize: 4", "'batch_size'? dear-train run --help-all lists every setting"),
         ("batch-size: 4\nbatch_size: 5", "batch_size is given twice in {path}"),
         ("lr: 0.1\n\nlr: 0.01", "lr is given twice in {path}, again in line 3; give it once"),
         ("task_option: {a: 1, a: 2}", "a is given twice in {path}"),
@@ -154,6 +155,7 @@ def test_a_mapping_may_be_merged_into_the_file(tmp_path: Path) -> None:
         ("epochs: !!timestamp 3", "{path} is no YAML"),
         ("- epochs", "{path} holds a list; it must hold settings"),
         ("epochs: [", "{path} is no YAML: while parsing"),
+        ("lr: 1\nepochs:\t3", "{path} is no YAML: line 2 has a tab where only blanks may stand; "),
         ("epochs: many", "epochs in {path} is 'many'; it must be a whole number"),
     ],
 )
