@@ -60,7 +60,14 @@ class AucLoss(nn.Module):
 
         A batch of one class has no pairs: it moves ``a`` or ``b`` and the scores alone.
         Raises ConfigError for scores in host memory out of their range, unless there is a margin.
+        Also for scores and labels of different shapes, and for none.
         """
+        if scores.shape != labels.shape or not scores.numel():
+            raise ConfigError(
+                f"scores are of shape {tuple(scores.shape)} and labels of {tuple(labels.shape)}; "
+                "give one score for each label, such as model(x).squeeze(1), and at least one",
+                code="wrong-type",
+            )
         p = self.positive_share
         if self.margin is None and scores.device.type == "cpu":
             _check_scores(scores.detach())
@@ -163,17 +170,20 @@ class PrimalDual(Optimizer):
                 "PrimalDual has no step() with a closure: call backward() before step()",
                 code="local-steps-forbid",
             )
-        for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            grads = [param.grad.clone() for param in params]
-            if group["clip"] is not None and grads:
-                norm = torch.nn.utils.get_total_norm(grads)
-                scale = (group["clip"] / (norm + 1e-6)).clamp(max=1.0)
-                grads = [grad.mul_(scale) for grad in grads]
-            for param, grad in zip(params, grads, strict=True):
-                if self.correct is not None:
-                    self.correct(param, grad)
-                self._move(param, grad, group)
+        used = [
+            (group, param, param.grad.clone())
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        clips = any(group["clip"] is not None for group, _, _ in used)
+        norm = torch.nn.utils.get_total_norm([grad for _, _, grad in used]) if clips else None
+        for group, param, grad in used:
+            if norm is not None and group["clip"] is not None:
+                grad.mul_((group["clip"] / (norm + 1e-6)).clamp(max=1.0))
+            if self.correct is not None:
+                self.correct(param, grad)
+            self._move(param, grad, group)
 
     def _move(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]

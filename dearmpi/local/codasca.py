@@ -83,12 +83,23 @@ class Codasca(LocalOptimizer):
 
     @torch.no_grad()
     def _step_alone(self) -> None:
+        unused = [param for name, param in self._trained.items() if self._lacks(name, param)]
+        for param in unused:
+            param.grad = torch.zeros_like(param)
         if not isinstance(self._optimizer, PrimalDual):
             for param in self._trained.values():
                 if param.grad is not None:
                     self._correct(param, param.grad)
         super()._step_alone()
+        for param in unused:
+            param.grad = None
         self._steps_in_round += 1
+
+    def _lacks(self, name: str, param: Tensor) -> bool:
+        """Whether this rank does not use ``param``, but others' gradients correct it."""
+        if param.grad is not None or not param.requires_grad:
+            return False
+        return bool(self._corrections[name].any())
 
     def _correct(self, param: Tensor, grad: Tensor) -> None:
         name = self._names.get(param)

@@ -127,9 +127,11 @@ class Scaffnew(LocalOptimizer):
             )
         if self.takes_part:
             for name, param in self._trained.items():
+                control = self.controls[name].to(param.dtype)
                 if param.grad is not None:
-                    slope = param.grad - self.controls[name].to(param.dtype)
-                    param.sub_(slope, alpha=lr)
+                    param.sub_(param.grad - control, alpha=lr)
+                elif param.requires_grad:  # this rank does not use it: a gradient of zero
+                    param.add_(control, alpha=lr)
         self._steps_in_round += 1
 
     @torch.no_grad()

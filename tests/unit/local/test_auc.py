@@ -216,6 +216,19 @@ def test_a_stage_begins_where_the_last_one_ended() -> None:
         assert (float(param), float(dual)) == pytest.approx((value, other), abs=1e-6)
 
 
+def test_gradients_are_clipped_by_their_norm_over_all_groups() -> None:
+    """3, 4 and 12 have the norm 13; a group without a bound keeps its gradient."""
+    params = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(3)]
+    groups = [{"params": params[0]}, {"params": params[1]}, {"params": params[2], "clip": None}]
+    optimizer = PrimalDual(groups, lr=1.0, gamma=math.inf, clip=1.0)
+    for param, grad in zip(params, (3.0, 4.0, 12.0), strict=True):
+        param.grad = torch.full_like(param, grad)
+    optimizer.step()
+    found = [float(param) for param in params]
+    assert found == pytest.approx([-3 / 13, -4 / 13, -12.0], abs=1e-6)
+    assert params[0].grad is not None and float(params[0].grad) == 3.0
+
+
 @cache
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Train with a tenth of 0-4: features, labels, digits; held-out features, labels."""
@@ -393,6 +406,44 @@ def test_corrected_training_resumes_bit_for_bit() -> None:
         resumed.close()
 
     run_ranks(2, compare)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "PrimalDual"])
+def test_corrections_move_what_a_rank_does_not_use(kind: str) -> None:
+    """Its gradient is zero there, and that of all ranks is not."""
+    size, every, lr = 3, 4, 0.2
+    center = torch.tensor([[3.0], [-1.0], [0.0]], dtype=torch.float64)
+    curvature = torch.tensor([[1.0], [2.0], [0.0]], dtype=torch.float64)
+
+    def train(world: World) -> Tensor:
+        model: Any = nn.Module()
+        model.at = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        made: Any = (
+            torch.optim.SGD([model.at], lr=lr)
+            if kind == "SGD"
+            else PrimalDual([model.at], lr=lr, gamma=math.inf, clip=None)
+        )
+        optimizer = Codasca(made, model, sync_every=every, world=world)
+        for _ in range(3 * every):
+            optimizer.zero_grad()
+            if world.rank < 2:
+                model.at.grad = curvature[world.rank] * (model.at.detach() - center[world.rank])
+            optimizer.step()
+            assert world.rank < 2 or model.at.grad is None
+        optimizer.close()
+        found: Tensor = model.at.detach()
+        return found
+
+    points, own = torch.zeros(size, 1, dtype=torch.float64), torch.zeros(size, 1).double()
+    for _ in range(3):
+        total = torch.zeros_like(own)
+        for _ in range(every):
+            slopes = curvature * (points - center)
+            points = points - lr * (slopes - own + own.mean(0))
+            total += slopes
+        points, own = points.mean(0).expand(size, -1), total / every
+    for found in run_ranks(size, train):
+        torch.testing.assert_close(found, points[0], rtol=1e-12, atol=0.0)
 
 
 def test_on_other_ranks_corrections_begin_anew_and_cancel() -> None:

@@ -212,6 +212,8 @@ OF_AREA: list[tuple[Callable[[], Any], str]] = [
     (lambda: PrimalDual([nn.Parameter(torch.zeros(1))], stage_steps=0), RANGE),
     (lambda: PrimalDual([nn.Parameter(torch.zeros(1))], decay=0.5), RANGE),
     (lambda: auc_of(torch.zeros(3), torch.zeros(2)), TYPE),
+    (lambda: AucLoss(0.5)(torch.zeros(3, 1), torch.tensor([1, 0, 1])), TYPE),
+    (lambda: AucLoss(0.5, margin=1.0)(torch.zeros(0), torch.zeros(0)), TYPE),
 ]
 
 

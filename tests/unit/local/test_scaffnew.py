@@ -316,3 +316,50 @@ def test_what_it_does_not_have_is_refused(misuse: Callable[[Any], Any]) -> None:
             optimizer.step()
 
     run_ranks(2, train)
+
+
+@pytest.mark.parametrize("sparsity", [3, 2])
+def test_the_optimum_is_found_of_what_one_rank_does_not_use(sparsity: int) -> None:
+    """Its gradient is zero there, and its control variate goes back to zero."""
+    curvature, center = (1.0, 2.0, 4.0), (5.0, -1.0, 0.5)
+
+    def train(world: World) -> tuple[Tensor, Tensor]:
+        model, own = Plane(), world.rank
+        optimizer = Scaffnew(
+            model.parameters(), model, lr=0.2, p=0.4, sparsity=sparsity, world=world
+        )
+        while optimizer.num_rounds < 150:
+            model.zero_grad()
+            loss = curvature[own] * (model.bias - center[own]).square() / 2
+            if own < 2:
+                loss = loss + curvature[own] * (model.weight - center[own]).square().sum() / 2
+            torch.autograd.backward(loss)
+            optimizer.step()
+        with optimizer.at_anchor():
+            found = model.weight.detach().clone(), model.bias.detach().clone()
+        optimizer.close()
+        return found
+
+    for weight, bias in run_ranks(3, train):
+        torch.testing.assert_close(weight, torch.full_like(weight, 1.0), rtol=1e-10, atol=0.0)
+        torch.testing.assert_close(bias, torch.full_like(bias, 5 / 7), rtol=1e-10, atol=0.0)
+
+
+def test_what_is_frozen_while_training_stays_as_it_is() -> None:
+    def train(world: World) -> None:
+        model = Plane()
+        optimizer = Scaffnew(model.parameters(), model, lr=0.1, p=0.4, sparsity=2, world=world)
+        for _ in range(10):
+            backward(model, world.rank)
+            optimizer.step()
+        while optimizer._steps_in_round:
+            optimizer.step()
+        model.bias.requires_grad_(False)
+        before = model.bias.clone()
+        for _ in range(10):
+            backward(model, world.rank)
+            optimizer.step()
+        assert torch.equal(model.bias, before)
+        optimizer.close()
+
+    run_ranks(3, train)
