@@ -767,6 +767,39 @@ def steps_without_backward(job: Job) -> Trained:
     return Trained([model], [optimizer], seen)
 
 
+class Contrasted(nn.Module):
+    """A momentum encoder, whose parameters each forward replaces, and a trained layer as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = network(0), network(0)
+        self.key.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                key.data = key.data * 0.9 + query.data * 0.1
+            layer: Any = self.query[2]
+            layer.weight.data = layer.weight.data.clamp(-0.2, 0.2)
+            target = self.key(inputs)
+        outputs: Tensor = self.query(inputs) - 0.5 * target
+        return outputs
+
+
+def momentum_encoder(job: Job) -> Trained:
+    """The optimizer has all of the model, what is frozen included."""
+    model = job.wrap(Contrasted())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    seen = []
+    for step in range(STEPS):
+        loss = loss_of(model(job.batch(step)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return Trained([model], [optimizer], seen)
+
+
 SCRIPTS: dict[str, Callable[[Job], Trained]] = {
     script.__name__: script
     for script in (
@@ -778,5 +811,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(wrapped_again, moved_parameters, perturbed_parameters, frozen_with_gradients),
         *(fused_and_scaler, uneven_inputs_with_buffers, accumulation_after_a_skipped_step),
         *(state_begun_anew, uneven_inputs_clipped, parameters_in_lists, steps_without_backward),
+        momentum_encoder,
     )
 }

@@ -93,6 +93,7 @@ class BucketRuntime:
     counts_owed: the reduced gradients have ``owed`` in them; it lasts until an update uses them.
     travels_as_factors: until gradients are gathered, the own shard holds factors, which have their
         norm, and no elements.
+    places: where updates write, where what the script puts in a parameter's place is taken over.
     keeps_unused: whether what arrives of a parameter that no rank uses waits for its next use; not
         of estimates, which are no part of a gradient.
     loss_scale: by what a loss is multiplied, and so gradients until they are unscaled.
@@ -125,6 +126,7 @@ class BucketRuntime:
         self.counts_owed = False
         self.travels_as_factors = False
         self.keeps_unused = False
+        self.places: list[Tensor] = []
         self.loss_scale = 1.0
         self.pending = self.unread = False
         self.unread_slots: frozenset[int] = frozenset()
@@ -465,10 +467,25 @@ class BucketRuntime:
         """Raise UsageError if a parameter was moved out of the storage it had at the start."""
         if list(map(_ADDRESS, self.params)) == self._addresses:
             return
-        for param, address, name in zip(self.params, self._addresses, self.spec.names, strict=True):
-            if param.data_ptr() != address:
+        for slot, (param, address) in enumerate(zip(self.params, self._addresses, strict=True)):
+            name = self.spec.names[slot]
+            if param.data_ptr() != address and not self._take_back(slot):
                 is_shared = param.device.type == "cpu" and param.is_shared()
                 raise usage_errors.shared(name) if is_shared else usage_errors.moved(name)
+
+    def _take_back(self, slot: int) -> bool:
+        """Where gradients are kept: what the script has put in a parameter's place goes there, as
+        where a momentum encoder sets ``param.data``. False if it does not fit, or none is known.
+        """
+        param, places = self.params[slot], self.places
+        if not places or param.is_shared():
+            return False
+        place = places[slot].data  # of another version: graphs have saved the parameter
+        if (param.shape, param.dtype, param.device) != (place.shape, place.dtype, place.device):
+            return False
+        place.copy_(param.detach())
+        param.data = place
+        return True
 
     def _check_frozen(self) -> None:
         """Raise UsageError for a gradient that was kept of what is frozen by now: whether a bucket

@@ -46,6 +46,7 @@ class ReducedGradients:
         self._state.keeps_gradients = True
         for bucket in self._state.buckets:
             bucket.memory.keeps = True
+            bucket.places = [param.detach() for param in bucket.params]
 
     def keeps_whole(self, *, now: bool) -> bool:
         """Whether gradients are kept; ``now``: and each rank has all of them."""
