@@ -31,6 +31,7 @@ _LOST = (8, 9, 255)
 _ABORTED = (6, 11)
 _SIGNALLED = 128  # and more: a signal ended a rank or the launcher
 _INTERRUPTED = 128 + signal.SIGINT
+_SOON_S = 10.0  # in which a job that trains hardly ends
 _PROBE_S = 20.0  # how long a host may take to start a program
 _MOST_PROBES = 64  # at a time
 _OF_THIS_PACKAGE = ("dear-train", "dearmpi", "dearmpi.cli.main")
@@ -90,7 +91,7 @@ class _Restarts:
     def run(self) -> int:
         """Start until it ends otherwise than by a loss; returns the last exit code."""
         words: Sequence[str] = self.line.given
-        job, num_starts, num_vain = uuid.uuid4().hex, 0, 0
+        job, num_starts, num_vain, longest_s = uuid.uuid4().hex, 0, 0, 0.0
         while True:
             before, start_s = self._newest(), time.monotonic()
             environment = os.environ | {JOB: job, START: str(num_starts)}
@@ -99,17 +100,21 @@ class _Restarts:
             may_be_aborted = self.line.kind == "hydra" and has_saved and code in _ABORTED
             if not (_is_lost(code) or may_be_aborted) or self.warnings.came:
                 return code
-            how = f"ended with {code} after {time.monotonic() - start_s:.0f} s"
-            num_vain = 0 if has_saved else num_vain
+            took_s = time.monotonic() - start_s
+            how = f"ended with {code} after {took_s:.0f} s"
+            num_vain, longest_s = (0, 0.0) if has_saved else (num_vain, max(longest_s, took_s))
             if num_vain == self.max_restarts:
-                complain(f"error: {how}; {self._describe_limit()}")
+                complain(f"error: {how}; {self._describe_limit(longest_s)}")
                 return code
             hosts = self._answering()
             if self.warnings.came:
                 complain(f"{how}, and a stop was asked for; start again to go on")
                 return EXIT_PREEMPTED
             if self.line.ranks and not hosts:
-                complain(f"error: {how}, and none of {len(self.line.ranks)} hosts answers")
+                complain(
+                    f"error: {how}, and none of {len(self.line.ranks)} hosts answers; start the "
+                    "same command again when they are back, to go on from the last checkpoint"
+                )
                 return code
             num_starts, num_vain = num_starts + 1, num_vain + 1
             words = self.line.on(hosts) if self.line.ranks else words
@@ -141,8 +146,14 @@ class _Restarts:
             return f"all {len(ranks)} hosts answer: going on with {numbers}"
         return f"no answer from {', '.join(gone)}: going on with {numbers}"
 
-    def _describe_limit(self) -> str:
+    def _describe_limit(self, longest_s: float) -> str:
+        """longest_s: of the starts that brought no new checkpoint."""
         tried = f"{self.max_restarts} restarts in a row brought no new checkpoint"
+        if longest_s < _SOON_S:
+            return (
+                f"{tried}, and no start took {_SOON_S:.0f} s; find out by the command alone, "
+                "without restart, why it ends so soon"
+            )
         if self.folder is None:
             return f"{tried} that is known of; name the script's run folder by --run"
         return f"{tried} in {self.folder}; save more often, or find what ends the job"

@@ -189,7 +189,7 @@ class World:
         Two ranks each on four: ``world.split(world.rank // 2)``.
         Raises ConfigError on every rank for a ``color`` of another type.
         """
-        color = _whole(color)
+        color = int(color) if isinstance(color, bool) else _whole(color)
         is_good = color is None or isinstance(color, (int, str))
         with self.named_call("world.split()"):
             colors = self.all_gather_text(("" if is_good else _BAD) + repr(color))

@@ -79,6 +79,23 @@ if how == "circle":
     if world.rank < 3:
         groups[world.rank].barrier()
     world.barrier()
+if how == "optimizers":
+    import torch
+
+    groups = [world.group([rank, (rank + 1) % 3]) for rank in range(3)]
+    trained = {}
+    for number, group in enumerate(groups):
+        if group is not None:
+            model = torch.nn.Linear(4, 3)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = dearmpi.DistributedOptimizer(inner, model, world=group)
+            trained[number] = model, optimizer
+    for number in sorted(trained, key=lambda number: (number - world.rank) % 3):
+        model, optimizer = trained[number]
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+    world.barrier()
 first, second = world.group([0, 1]), world.split(world.rank // 2)
 if how == "order" and world.rank < 2:
     for group in (first, second) if world.rank else (second, first):
@@ -149,6 +166,7 @@ class Wrong:
 WRONGS = [
     Wrong("order", 8, ("ranks-out-of-step", "group 1 of ranks 0-1")),
     Wrong("circle", 8, ("ranks-out-of-step", "3 ranks wait for each other", "in one order")),
+    Wrong("optimizers", 8, ("ranks-out-of-step", "3 ranks wait for each other", "(training in")),
     Wrong("raises", 1, ("ValueError: a wrong turn",)),
     Wrong("killed", 9, ()),
     Wrong("exits", None, ()),

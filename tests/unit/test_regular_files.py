@@ -86,6 +86,18 @@ def test_files_of_a_run_that_are_none_are_damage(tmp_path: Path) -> None:
         resolve(tmp_path)
 
 
+def test_a_run_folder_that_is_no_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    os.mkfifo("runs/a")
+    for resume in ([], ["--resume", "auto"]):
+        assert main(["run", "--task", "digits", "--name", "a", *resume]) != 0
+        told = capsys.readouterr().err
+        assert "runs/a" in told and "Not a directory" in told and "begun-from" not in told
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

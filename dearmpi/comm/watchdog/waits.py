@@ -81,7 +81,8 @@ class Status:
             return f"has begun {self.backprops} backprops, does not wait for communication"
         if waited is None:
             waited = f"{self.waited_s:.0f} s"
-        return f"has begun {self.backprops} backprops, waits {waited} for {self.waiting}"
+        which = f" ({self.training})" if self.training and len(self.trainings) > 1 else ""
+        return f"has begun {self.backprops} backprops, waits {waited} for {self.waiting}{which}"
 
     def describe_place(self) -> str:
         """The same, with the innermost line of the script."""

@@ -164,7 +164,7 @@ class RunFolder:
         """
         try:
             return Path(json.loads(regular_file(self.begun_from).read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, TypeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is damaged"

@@ -101,7 +101,19 @@ def test_starts_that_bring_no_new_checkpoint_come_to_an_end(
     ends(folder, *["exit 9"] * 9)
     assert main(["restart", "--max-restarts", "2", *COMMAND]) == 9
     assert len(starts(folder)) == 3
-    assert "2 restarts in a row" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "2 restarts in a row" in told and "no start took 10 s" in told
+
+
+def test_starts_that_train_and_do_not_save_are_told_apart(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SOON_S", 0.0)
+    ends(folder, *["exit 9"] * 9)
+    assert main(["restart", "--max-restarts", "1", *COMMAND]) == 9
+    assert "name the script's run folder by --run" in capsys.readouterr().err
+    assert main(["restart", "--max-restarts", "1", "--run", "runs/a", *COMMAND]) == 9
+    assert "no new checkpoint in runs/a; save more often" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -125,7 +137,7 @@ def test_where_no_host_answers_nothing_is_started(
 ) -> None:
     ends(folder, "touch dead-n0 dead-n1 dead-n2; exit 255")
     assert main(["restart", *COMMAND]) == 255
-    assert "none of 3 hosts answers" in capsys.readouterr().err
+    assert "none of 3 hosts answers; start the same command" in capsys.readouterr().err
 
 
 def test_a_host_that_does_not_answer_in_time_is_left_out(

@@ -54,6 +54,14 @@ def test_colors_split_the_ranks_and_none_belongs_to_no_group() -> None:
     ]
 
 
+def test_true_and_one_are_the_same_color() -> None:
+    def body(world: World) -> Any:
+        group = world.split(True if world.rank else 1)
+        return group and group.job_ranks
+
+    assert run_ranks(2, body) == [(0, 1)] * 2
+
+
 def test_a_group_of_a_group_knows_the_ranks_of_the_job() -> None:
     def body(world: World) -> Any:
         half = world.split(world.rank % 2)
@@ -98,6 +106,36 @@ def test_two_optimizers_train_on_two_groups_at_once() -> None:
         row_mean, column_mean = 1.5 + 2 * (rank // 2), 2.0 + rank % 2
         assert torch.equal(by_row, torch.full((3, 4), -3 * row_mean, dtype=torch.float64))
         assert torch.equal(by_column, torch.full((3, 4), -3 * column_mean, dtype=torch.float64))
+
+
+def test_three_optimizers_train_on_groups_that_overlap_in_a_circle() -> None:
+    """Every rank is in two of the three, and takes them in the same order."""
+
+    def body(world: World) -> list[Tensor]:
+        found = []
+        pairs = [world.group([one, (one + 1) % 3]) for one in range(3)]
+        groups = [group for group in pairs if group is not None]
+        models = [nn.Linear(4, 3, bias=False).double() for _ in groups]
+        optimizers = []
+        for model, group in zip(models, groups, strict=True):
+            nn.init.zeros_(model.weight)
+            inner = torch.optim.SGD(model.parameters(), lr=1.0)
+            optimizers.append(DistributedOptimizer(inner, model, world=group))
+        for _ in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                (model(torch.ones(1, 4).double()).sum() * 2**world.rank).backward()
+                optimizer.step()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.close()
+            found.append(model.weight.detach())
+        return found
+
+    means = {(0, 1): 1.5, (1, 2): 3.0, (2, 0): 2.5}
+    of_ranks = [[(0, 1), (2, 0)], [(0, 1), (1, 2)], [(1, 2), (2, 0)]]
+    for weights, pairs in zip(run_ranks(3, body), of_ranks, strict=True):
+        for weight, pair in zip(weights, pairs, strict=True):
+            assert torch.equal(weight, torch.full((3, 4), -3 * means[pair], dtype=torch.float64))
 
 
 def test_batch_normalisation_is_over_the_group_that_trains_it() -> None:

@@ -45,6 +45,13 @@ def test_ranks_that_do_the_same_at_the_same_place_are_one_line() -> None:
     ]
 
 
+def test_a_wait_names_its_training_where_there_are_several() -> None:
+    one = replace(WAITS, training="training in group 1", trainings={"training in group 1": (6, 5)})
+    assert one.describe() == WAITS.describe()
+    several = replace(one, trainings={**one.trainings, "training": (6, 5)})
+    assert several.describe() == f"{WAITS.describe()} (training in group 1)"
+
+
 def test_ranks_that_have_fallen_silent_are_told_apart_from_those_that_have_not() -> None:
     """A host that was cut off was doing what all others do."""
     statuses = dict.fromkeys(range(16), WAITS)
