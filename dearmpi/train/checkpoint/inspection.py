@@ -111,8 +111,11 @@ def _write_model(path: Path, model: Mapping[str, Tensor], *, suffix: str) -> Non
     if suffix in TORCH_SUFFIXES:
         torch.save(dict(model), path)
         return
+    path.touch()
+    mode = path.stat().st_mode  # as the umask has it; save_file puts one for its user alone there
     # Readers of other libraries look at this key to know whose tensors these are.
     save_file(_separate(model), path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -72,6 +72,16 @@ def test_an_export_is_a_plain_state_dict_with_every_name(run: Path, suffix: str)
     assert exported["norm"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_an_export_can_be_read_by_whom_the_umask_lets(run: Path, suffix: str) -> None:
+    before = os.umask(0o027)
+    try:
+        inspection.export(run, run / f"model{suffix}")
+    finally:
+        os.umask(before)
+    assert (run / f"model{suffix}").stat().st_mode & 0o777 == 0o640
+
+
 def test_an_export_overwrites_only_when_told(run: Path) -> None:
     destination = run / "model.pt"
     destination.write_text("precious")
