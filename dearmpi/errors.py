@@ -76,7 +76,7 @@ class DataError(DearError):
 
 
 class CheckpointError(DearError):
-    """A checkpoint cannot be read, or does not fit this run."""
+    """A checkpoint cannot be read, or does not fit this run; or a run folder cannot be written."""
 
     exit_code = 6
 

@@ -23,6 +23,19 @@ from dearmpi.plan.data.fields import regular_file
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def unwritable(path: Path | str, error: OSError) -> CheckpointError:
+    """What to raise for a file of a run that cannot be written."""
+    if error.errno in DISK_FULL:
+        return CheckpointError(
+            f"cannot write {path}: {error.strerror}; free space there, or use another run folder",
+            code="disk-full",
+        )
+    return CheckpointError(
+        f"cannot write {path}: {error.strerror}; make the run folder writable, or choose another",
+        code="cannot-write",
+    )
+
+
 def is_file(path: Path, error: type[DearError]) -> bool:
     """Whether there is a file, or a link to one. Raises ``error`` for an unreadable path."""
     return stat.S_ISREG(_look(path, error))
@@ -198,7 +211,7 @@ def lock_folder(path: Path) -> Iterator[FolderLock]:
     own lock: a file server may keep that of a lost host. File systems without locks are used
     without one.
 
-    Raises ConfigError if another process has it, DearError if the file cannot be written.
+    Raises ConfigError if another process has it, CheckpointError if the file cannot be written.
     """
     own = f"process {os.getpid()} on {platform.node()}{_job_and_start(os.environ)}"
     try:
@@ -218,7 +231,7 @@ def lock_folder(path: Path) -> Iterator[FolderLock]:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{own}\n".encode(), 0)
     except OSError as error:
-        raise DearError(f"cannot write {path}: {error.strerror}", code="cannot-write") from error
+        raise unwritable(path, error) from error
     try:
         yield FolderLock(path, descriptor, full_path)
     finally:

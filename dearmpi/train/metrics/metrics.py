@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from dearmpi.errors import ConfigError, DearError, UsageError
+from dearmpi.errors import ConfigError, UsageError
 from dearmpi.plan.data.fields import regular_file
 from dearmpi.train import disk
 from dearmpi.train.metrics.step_times import LISTS, SUMMARY, RankTimes, rank_columns
@@ -96,15 +96,13 @@ class MetricsLog:
             self._csv: BinaryIO = open(csv, "ab", buffering=0)  # noqa: SIM115
             self._jsonl: BinaryIO = open(jsonl, "ab", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise DearError(
-                f"cannot write the metrics in {run_folder}: {error}", code="cannot-write"
-            ) from error
+            raise disk.unwritable(csv, error) from error
 
     def append(self, row: MetricsRow) -> None:
         """Write ``row``; its step must be later than the steps before.
 
-        Raises UsageError for a step or a column that has no place, DearError when the files cannot
-        be written.
+        Raises UsageError for a step or a column that has no place, CheckpointError when the files
+        cannot be written.
         """
         if row.step <= self.last_step:
             raise UsageError(
@@ -123,9 +121,7 @@ class MetricsLog:
             _write_whole(self._csv, self._csv_line({n: _to_text(v) for n, v in values.items()}))
             _write_whole(self._jsonl, _to_json(values, row.ranks) + "\n")
         except OSError as error:
-            raise DearError(
-                f"cannot write {self._csv.name}: {error.strerror}", code="cannot-write"
-            ) from error
+            raise disk.unwritable(self._csv.name, error) from error
         self.last_step = row.step
         if self._trackers is not None:
             self._trackers.write(row.step, values)

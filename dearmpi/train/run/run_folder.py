@@ -216,10 +216,7 @@ def _write(path: Path, text: str) -> None:
     try:
         disk.write_text(path, text)
     except OSError as error:
-        raise DearError(
-            f"cannot write {path}: {error.strerror}; make the run folder writable",
-            code="cannot-write",
-        ) from error
+        raise disk.unwritable(path, error) from error
 
 
 def free_name(root: Path, now: datetime.datetime) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 from dearmpi.comm.world import World
 from dearmpi.config import nearest
-from dearmpi.errors import CheckpointError, ConfigError, DearError, TaskError
+from dearmpi.errors import CheckpointError, ConfigError, TaskError
 from dearmpi.train.checkpoint.survey import Survey, belongs_to_run, resolve, survey
-from dearmpi.train.disk import FolderLock, is_folder, is_there, lock_folder
+from dearmpi.train.disk import FolderLock, is_folder, is_there, lock_folder, unwritable
 from dearmpi.train.ranks.agreement import together
 from dearmpi.train.run.run_folder import RunFolder, free_name
 
@@ -95,10 +95,7 @@ def _make(mark: Path) -> None:
     try:
         mark.touch()
     except OSError as error:
-        raise DearError(
-            f"cannot write {mark}: {error.strerror}; make the run folder writable",
-            code="cannot-write",
-        ) from error
+        raise unwritable(mark, error) from error
 
 
 @contextmanager

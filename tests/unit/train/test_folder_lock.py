@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.errors import CheckpointError, ConfigError, DearError
+from dearmpi.errors import CheckpointError, ConfigError
 from dearmpi.train.disk import lock_folder
 from tests.codes import raises
 
@@ -156,5 +156,15 @@ def test_a_folder_that_may_not_be_looked_at_is_not_called_removed(
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "none" / "in-use-by"
-    with raises(DearError, "cannot-write", path), lock_folder(path):
+    with raises(CheckpointError, "cannot-write", path), lock_folder(path):
+        pass
+
+
+def test_a_full_disk_is_told_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    path = tmp_path / "in-use-by"
+    with raises(CheckpointError, "disk-full", path, "free space"), lock_folder(path):
         pass

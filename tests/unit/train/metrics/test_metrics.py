@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dearmpi.errors import ConfigError, DearError, UsageError
+from dearmpi.errors import CheckpointError, ConfigError, UsageError
 from dearmpi.train.metrics import metrics
 from dearmpi.train.metrics.metrics import MetricsLog, MetricsRow
 from tests.codes import raises
@@ -124,9 +124,9 @@ def test_a_name_that_is_no_column_is_refused(tmp_path: Path, name: str) -> None:
         MetricsLog(tmp_path, extra=[name])
 
 
-@pytest.mark.parametrize("room", [0, 7])
+@pytest.mark.parametrize(("room", "code"), [(0, "cannot-write"), (7, "disk-full")])
 def test_a_row_that_a_full_disk_takes_a_part_of_is_an_error_and_leaves_no_half(
-    tmp_path: Path, room: int
+    tmp_path: Path, room: int, code: str
 ) -> None:
     write(tmp_path, 1, 2)
     with MetricsLog(tmp_path, resume_step=2) as log:
@@ -134,7 +134,7 @@ def test_a_row_that_a_full_disk_takes_a_part_of_is_an_error_and_leaves_no_half(
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # as a disk with so much left
         try:
-            with raises(DearError, "cannot-write", "metrics.csv"):
+            with raises(CheckpointError, code, "metrics.csv"):
                 log.append(MetricsRow(3, 0, loss=1.0))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -143,5 +143,5 @@ def test_a_row_that_a_full_disk_takes_a_part_of_is_an_error_and_leaves_no_half(
 
 def test_metrics_that_may_not_be_read_are_told_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").mkdir()
-    with raises(DearError, "cannot-write", tmp_path):
+    with raises(CheckpointError, "cannot-write", tmp_path):
         MetricsLog(tmp_path, resume_step=1)
