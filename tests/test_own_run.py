@@ -6,6 +6,7 @@ import json
 import math
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dearmpi.train.metrics import metrics
 from dearmpi.train.ranks.agreement import AgreedError
 from dearmpi.train.ranks.stop import StopRequest
 from dearmpi.train.run.balance import Balance
+from dearmpi.train.run.tracing import trace_next_optimizer
 from tests.codes import raises
 from tests.fakes.ranks import run_ranks
 from tests.forks import forked
@@ -460,3 +462,22 @@ def test_a_script_is_traced_by_a_variable_alone(
     if num_steps == 9:
         page = write_report(tmp_path / "traced", tmp_path / "page").page
         assert page.exists()
+
+
+def test_a_run_that_traces_takes_over_from_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEAR_TRACE", "3:6")
+    monkeypatch.setenv("DEAR_TRACE_FOLDER", str(tmp_path / "traced"))
+    trace_next_optimizer()
+    script = Script()
+    with script.run(tmp_path / "run", trace=(3, 6)) as run:
+        run.resume()
+        for _ in range(9):
+            run.log(script.step())
+    (trace,) = read_traces(tmp_path / "run").traces
+    spans = Counter(
+        (event["args"]["iteration"], event["name"]) for event in trace.events if event["ph"] == "X"
+    )
+    assert {iteration for iteration, _ in spans} == {3, 4, 5}
+    assert set(spans.values()) == {1}, spans

@@ -233,6 +233,8 @@ def _begin_tracing(optimizer: DistributedOptimizer, model: nn.Module) -> None:
     def after_step(*_: Any) -> None:
         nonlocal num_steps
         num_steps += 1
+        if optimizer not in _traced:
+            return  # something else records it
         if num_steps <= stop:
             tracing.begin_iteration(num_steps + 1)
         if num_steps == stop:
