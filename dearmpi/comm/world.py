@@ -174,8 +174,8 @@ class World:
         """The world of ``ranks``, in this order; None on other ranks (collective).
 
         Every rank of this world gives the same ``ranks``; ``split`` makes several groups at once.
-        ``DistributedOptimizer(..., world=group)`` trains on them. A group has this world's progress
-        thread and stall limits, and ends with it.
+        ``DistributedOptimizer(..., world=group)`` trains on them; ``world=None`` means all of the
+        job. A group has this world's progress thread and stall limits, and ends with it.
         Raises ConfigError for ranks that there are not, or twice; MismatchError if they differ.
         """
         given = tuple(map(_whole, ranks)) if isinstance(ranks, Iterable) else ranks
@@ -209,6 +209,7 @@ class World:
         """Of ``ranks``, which all know that they make it."""
         self._num_groups += 1
         if self.rank not in ranks:
+            self._watchdog.leave_out()
             return None
         made: list[Collectives] = []
         self.on_progress_thread(

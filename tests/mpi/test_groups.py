@@ -96,6 +96,13 @@ if how == "optimizers":
         optimizer.step()
         optimizer.synchronize()
     world.barrier()
+if how == "none for a group":
+    import torch
+
+    model, group = torch.nn.Linear(4, 3), world.group([0, 1])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = dearmpi.DistributedOptimizer(inner, model, world=group)
+    sys.exit()
 first, second = world.group([0, 1]), world.split(world.rank // 2)
 if how == "order" and world.rank < 2:
     for group in (first, second) if world.rank else (second, first):
@@ -167,6 +174,7 @@ WRONGS = [
     Wrong("order", 8, ("ranks-out-of-step", "group 1 of ranks 0-1")),
     Wrong("circle", 8, ("ranks-out-of-step", "3 ranks wait for each other", "in one order")),
     Wrong("optimizers", 8, ("ranks-out-of-step", "3 ranks wait for each other", "(training in")),
+    Wrong("none for a group", 8, ("DistributedOptimizer()", "Make it only on ranks that have a")),
     Wrong("raises", 1, ("ValueError: a wrong turn",)),
     Wrong("killed", 9, ()),
     Wrong("exits", None, ()),

@@ -310,6 +310,11 @@ def _span(seconds: Iterable[float]) -> str:
     return f"{low} s" if low == high else f"{low}-{high} s"
 
 
+LEFT_OUT = (
+    "  If others train a group that this rank is not in: group() and split() have returned None "
+    "here, and with world=None an optimizer waits for all ranks of the job. Make it only on ranks "
+    "that have a group"
+)
 _LOOKS = 4  # in the time after which an absence is reported
 _MOST_BETWEEN_S = 5.0
 CURE = (

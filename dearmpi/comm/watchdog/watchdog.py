@@ -25,6 +25,7 @@ from dearmpi.comm.messages.mail import Mail, Messenger
 from dearmpi.comm.watchdog.chains import find_chain
 from dearmpi.comm.watchdog.waits import (
     CURE,
+    LEFT_OUT,
     StallReport,
     Status,
     WatchedWait,
@@ -90,6 +91,7 @@ class Watchdog:
         self._in_exchange = self._left = False  # in_exchange: the main thread
         self._group = ""  # of the exchange
         self._in_groups: dict[str, int] = {}
+        self._is_left_out = False  # of a group that others have made
         self._trainings: dict[str, tuple[int, int]] = {}
         self._ended: deque[str] = deque()  # trainings, the last one at the end
         self._exit_status = 0
@@ -143,6 +145,10 @@ class Watchdog:
     def add_group(self, group: str) -> None:
         """This rank is a member of ``group``, whose calls are counted from now on."""
         self._in_groups = {**self._in_groups, group: 0}
+
+    def leave_out(self) -> None:
+        """This rank has helped to make a group that it is no member of."""
+        self._is_left_out = True
 
     def add_training(self, training: str) -> None:
         """This rank takes part in ``training``, whose backprops and steps count from now on."""
@@ -289,7 +295,10 @@ class Watchdog:
         statuses = {**answers, self._rank: self._status_of(wait, wait.thread)}
         report = StallReport(self._hosts, statuses, silence, silent_s)
         title = f"waited {now - wait.since:.0f} s for {wait.subject}; status of the ranks:"
-        return "\n".join([title, *report.lines()])
+        lines = [title, *report.lines()]
+        if self._is_left_out and wait.in_exchange and not wait.group:
+            lines.append(LEFT_OUT)
+        return "\n".join(lines)
 
     def _explain(self, wait: WatchedWait) -> str:
         """The report, or the rank that has it: one of hundreds that give up prints all."""
