@@ -115,6 +115,11 @@ def check_weights(weights: Sequence[float], size: int, *, name: str) -> None:
                 "samples in each step; give numbers above 0, or use fewer ranks",
                 code="out-of-range",
             )
+    if not isfinite(sum(weights)):
+        raise ConfigError(
+            f"{name} {shown} has a sum that is not finite; give smaller numbers",
+            code="out-of-range",
+        )
 
 
 def check_sizes(count: int, weights: Sequence[float], *, least: int, name: str) -> None:

@@ -58,8 +58,15 @@ _LEAST_SHARD_BYTES = 64 * 1024
 _RATE = r"\d{1,3}(?:\.\d{1,3})?"  # of a dimension: such numbers keep their digits as text
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless ``value`` is one of ``choices``."""
+    if not isinstance(value, str):
+        meant = nearest(str(value).removeprefix("torch."), choices)
+        raise ConfigError(
+            f"{name} is {value!r}, of type {type(value).__name__}; {meant}choose one of "
+            f"{', '.join(choices)}, as a text",
+            code="wrong-type",
+        )
     if value not in choices:
         raise ConfigError(
             f"{name} is {value!r}; {nearest(value, choices)}choose one of {', '.join(choices)}",
@@ -353,8 +360,9 @@ class EngineConfig:
             about = engine_setting(one.name)
             if one.name == "shards" and self.has_weights:
                 continue
-            if about.kind == "choice" and getattr(self, one.name) is not None:
-                check_choice(one.name, getattr(self, one.name), about.choices)
+            value = getattr(self, one.name)
+            if about.kind == "choice" and (value is not None or about.default is not None):
+                check_choice(one.name, value, about.choices)
         if self.reduce_scatter in ADDED_BY_LIBRARY and self.comm_dtype != "fp32":
             raise ConfigError(
                 f"comm_dtype is {self.comm_dtype!r}, but reduce_scatter is "
@@ -558,10 +566,10 @@ class EngineConfig:
                 "shards", weight, Real, "a number for each rank, or 'auto', 'even', 'whole'"
             )
         given = tuple(float(weight) for weight in weights)  # type: ignore[arg-type]
-        if not all(0 <= weight < inf for weight in given) or not any(given):
+        if not all(0 <= weight < inf for weight in given) or not 0 < sum(given) < inf:
             raise ConfigError(
-                f"shards is {list(given)}; give a number for each rank, none of them negative and "
-                "not all of them 0",
+                f"shards is {list(given)}; give a number for each rank, none of them negative, not "
+                "all of them 0, and with a finite sum",
                 code="out-of-range",
             )
         object.__setattr__(self, "shards", given)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dearmpi.comm.lifecycle import choose_world
 from dearmpi.comm.world import World
 from dearmpi.errors import ConfigError, UsageError
+from dearmpi.plan.data.local_schedule import check_count
 
 
 class AucLoss(nn.Module):
@@ -260,11 +261,18 @@ class BalancedBatches:
 
         Raises ConfigError for classes with fewer samples than ranks, and numbers out of range.
         """
-        positive = torch.as_tensor(labels) > 0
-        if batch < 2 or not 0 < positive_share < 1:
+        for name, value, least in (("batch", batch, 2), ("size", size, 1), ("rank", rank, 0)):
+            check_count(name, value, least)
+        if rank >= size:
             raise ConfigError(
-                f"batch is {batch} and positive_share {positive_share}; give at least 2 samples, "
-                "and a share above 0 and below 1",
+                f"rank is {rank}, but size is {size}; give a rank from 0 to {size - 1}",
+                code="out-of-range",
+            )
+        positive = torch.as_tensor(labels) > 0
+        if not 0 < positive_share < 1:
+            raise ConfigError(
+                f"positive_share is {positive_share}; it must be above 0 and below 1, so that a "
+                "batch has both classes",
                 code="out-of-range",
             )
         classes = [of.nonzero()[:, 0] for of in (positive, ~positive)]

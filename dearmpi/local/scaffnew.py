@@ -329,6 +329,11 @@ def _make_rule(
     """``rule`` with lr and p as given, or as the functions ask for."""
     sizes = {"num_clients": rule.num_clients, "sparsity": rule.sparsity, "cohort": rule.cohort}
     if smoothness is not None:
+        if not isinstance(smoothness, Sequence) or len(smoothness) != 2:
+            raise ConfigError(
+                f"smoothness is {smoothness!r}; give L and mu of the functions, such as (4.0, 0.1)",
+                code="wrong-type",
+            )
         found = RoundRule.of_smoothness(*smoothness, **sizes, seed=rule.seed)
         lr, p = found.lr if lr is None else lr, found.p if p is None else p
     if lr is None:

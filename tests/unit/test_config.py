@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dearmpi.config import MIB, EngineConfig, known_names
 from dearmpi.errors import ConfigError
@@ -64,6 +65,25 @@ def test_numbers_of_numpy_become_plain_ones_for_files_and_texts() -> None:
 def test_what_is_no_number_is_refused(settings: dict[str, Any], words: str) -> None:
     with raises(ConfigError, "wrong-type", words):
         EngineConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"comm_dtype": torch.bfloat16}, "did you mean 'bf16'?"),
+        ({"compress": 8}, "compress is 8, of type int"),
+        ({"gather": None}, "gather is None, of type NoneType"),
+        ({"scope": ["bucket"]}, "of type list"),
+    ],
+)
+def test_a_choice_that_is_no_text_is_refused(settings: dict[str, Any], words: str) -> None:
+    with raises(ConfigError, "wrong-type", words):
+        EngineConfig(**settings)
+
+
+def test_weights_of_ranks_that_have_no_sum_are_refused() -> None:
+    with raises(ConfigError, "out-of-range", "finite sum"):
+        EngineConfig(shards=[1e308, 1e308])
 
 
 @pytest.mark.parametrize(

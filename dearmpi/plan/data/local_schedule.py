@@ -111,6 +111,15 @@ def check_count(name: str, value: object, least: int) -> None:
         raise ConfigError(f"{name} is {value}; it must be at least {least}", code="out-of-range")
 
 
+def check_real(name: str, value: object) -> None:
+    """Raise ConfigError unless ``value`` is a number, or converts to one as tensors do."""
+    if isinstance(value, str | bool) or not hasattr(value, "__float__"):
+        raise ConfigError(
+            f"{name} is {value!r}, of type {type(value).__name__}; give a number",
+            code="wrong-type",
+        )
+
+
 def deal_runs(sizes: Sequence[int], parts: int) -> tuple[range, ...]:
     """Cut a sequence into ``parts`` runs of about equal total size, none of them empty.
 
@@ -172,6 +181,8 @@ class RoundRule:
                 f"{self.num_clients} clients; give sparsity <= cohort <= clients",
                 code="out-of-range",
             )
+        for name in ("p", "lr"):
+            check_real(name, getattr(self, name))
         if not 0 < self.p <= 1:
             raise ConfigError(f"p is {self.p}; it must be above 0, at most 1", code="out-of-range")
         if not 0 < self.lr < math.inf:
@@ -189,6 +200,8 @@ class RoundRule:
         seed: int = 0,
     ) -> RoundRule:
         """The paper's lr and p for functions that are L-smooth and mu-strongly convex."""
+        for name, value in (("smoothness", smoothness), ("convexity", convexity)):
+            check_real(name, value)
         if not 0 < convexity <= smoothness < math.inf:
             raise ConfigError(
                 f"smoothness is {smoothness} and convexity {convexity}; give 0 < convexity <= "

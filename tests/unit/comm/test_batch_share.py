@@ -67,6 +67,7 @@ def test_rank_0_decides_by_measured_seconds_and_keeps_what_is_good() -> None:
         (8, (1, -2), "out-of-range", ("rank 1", -2)),
         (8, (0, 0), "out-of-range", ("rank 0", 0)),
         (8, (1, 0), "out-of-range", ("rank 1", 0)),
+        (8, (1e308, 1e308), "out-of-range", ("not finite",)),
         (8, (100, 1), "batch-too-small", ("rank 1", "0 of 8")),
         (1, "even", "batch-too-small", (1, "2 ranks")),
         (8, "most", "unknown-choice", ("most",)),
