@@ -70,8 +70,8 @@ communication-interrupted
     An exception such as `KeyboardInterrupt` interrupted an operation in the middle.
     Let signal handlers set a flag only, or use `progress="thread"`.
 channel-not-opened
-    MPI could not make a communicator for another channel.
-    Call `close()` on every `DistributedOptimizer` that is no longer needed.
+    MPI could not make a communicator for another channel or group.
+    Call `close()` on every unneeded `DistributedOptimizer`; make each group once, not per step.
 world-closed
     Something waited for communication after its world was closed.
     Finish training before `world.leave()`, `world.close()` or `MPI.Finalize()`.

@@ -212,11 +212,21 @@ class World:
             self._watchdog.leave_out()
             return None
         made: list[Collectives] = []
-        self.on_progress_thread(
-            lambda: made.append(self._collectives.make_group(ranks, self._num_groups))
-        )
+        try:
+            self.on_progress_thread(
+                lambda: made.append(self._collectives.make_group(ranks, self._num_groups))
+            )
+        except CommError as error:
+            if type(error) is not CommError:  # others have stalled, or are not alike
+                raise
+            raise CommError(
+                f"{error}\n{self._num_groups} groups were asked for. MPI may have run out of "
+                "communicators, since a group lasts as long as the job: make each once, before "
+                "training, and not in every step",
+                code="channel-not-opened",
+            ) from error
         of_job = [self.job_ranks[rank] for rank in ranks]
-        name = f"group {self._num_groups} of {name_ranks(ranks, self.hosts)}"
+        name = f"group {self._num_groups} of {name_ranks(of_job, self.job.hosts)}"
         return World(
             made[0],
             progress=self.progress.mode,
@@ -504,7 +514,7 @@ class World:
         name = getattr(self._calling, "name", operation)
         if self._name:
             name = f"{name} in {self._name}"
-        call = Call(name, operation, threading.get_ident())
+        call = Call(name, operation, threading.get_ident(), self.job_ranks)
         results: list[Result] = []
         problems: list[MismatchError] = []
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
@@ -38,11 +38,13 @@ class Call:
     name: the call in the script, such as ``optimizer.state_dict()``.
     operation: the exchange that it makes; ranks must agree on both.
     thread: the thread that waits for it, whose stack shows the place of the call.
+    job_ranks: the index within the job of each rank that makes it; none: they are the job's.
     """
 
     name: str
     operation: str
     thread: int
+    job_ranks: Sequence[int] = ()
 
     def __str__(self) -> str:
         return self.name if self.name == self.operation else f"{self.name} ({self.operation})"
@@ -149,7 +151,7 @@ def _is_users(frame: FrameType) -> bool:
     return _INSTALLED not in path and not path.startswith(_NOT_THE_USERS)
 
 
-def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str] | Mapping[int, str]) -> str:
     """Ranks as ranges, with the names of up to three hosts: ``ranks 0, 2-5 (node1)``.
 
     hosts: of every rank.

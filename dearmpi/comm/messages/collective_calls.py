@@ -13,7 +13,7 @@ import hashlib
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -66,7 +66,11 @@ def meet(
     headers = [_HEADER.unpack(row[: _HEADER.size].tobytes()) for row in rows]
     if len({digest for digest, _ in headers}) > 1:
         described = yield from gather_texts(collectives, call.describe())
-        raise MismatchError(_explain(described, collectives.hosts), code="ranks-in-different-calls")
+        ranks = call.job_ranks or range(collectives.size)
+        raise MismatchError(
+            _explain(described, dict(zip(ranks, collectives.hosts, strict=True))),
+            code="ranks-in-different-calls",
+        )
     return [
         Content(row[_HEADER.size :].tobytes()[:num_bytes], num_bytes)
         for row, (_, num_bytes) in zip(rows, headers, strict=True)
@@ -166,9 +170,10 @@ def gather_rows(
     return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _explain(described: Sequence[str], hosts: Sequence[str]) -> str:
+def _explain(described: Sequence[str], hosts: Mapping[int, str]) -> str:
+    """hosts: by rank of the job, in the order of the calls ``described``."""
     alike: dict[str, list[int]] = defaultdict(list)
-    for rank, call in enumerate(described):
+    for rank, call in zip(hosts, described, strict=True):
         alike[call].append(rank)
     calls = "; ".join(f"{name_ranks(ranks, hosts)}: {call}" for call, ranks in alike.items())
     return f"the ranks are in different collective calls: {calls}. Cure: {cure_for(*alike)}"

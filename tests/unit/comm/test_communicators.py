@@ -28,3 +28,19 @@ def test_whoever_has_no_communicator_left_is_told_what_holds_them(
             world.open_channel("third", window=1)
 
     run_ranks(1, rank)
+
+
+def test_whoever_makes_groups_without_end_is_told_that_they_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> Collectives:
+        raise RuntimeError("Other MPI error")
+
+    def rank(world: World) -> None:
+        world.group([0])
+        monkeypatch.setattr(FakeCollectives, "make_group", refuse)
+        told = ("Other MPI error", "2 groups", "not in every step")
+        with raises(CommError, "channel-not-opened", *told):
+            world.group([0])
+
+    run_ranks(1, rank)

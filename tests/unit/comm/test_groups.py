@@ -185,7 +185,7 @@ def test_calls_that_differ_within_a_group_are_told_with_the_group() -> None:
     one, two, *told = run_ranks(4, body)
     assert one == two == "1.0"
     for text in told:
-        assert "of ranks 2-3" in text
+        assert "of ranks 2-3" in text and "rank 2 (" in text and "rank 3 (" in text, text
 
 
 @pytest.mark.parametrize(
