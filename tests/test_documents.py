@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 
 import dearmpi
+from dearmpi.cli.commands import group
 from docs import generate
 from docs.pictures import draw_gain, draw_plan, draw_schedules, draw_timelines
 
@@ -110,6 +114,53 @@ def written_pages() -> list[Path]:
     under_docs = [path for path in pages() if ROOT / "docs" in path.parents]
     found = [path for path in under_docs if not path.read_text().startswith(generate.NOTE)]
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *found]
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """What follows ``dear-train`` in the commands of a page's blocks."""
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    for block in [block for language, block in blocks if language in ("", "sh", "bash")]:
+        for line in re.sub(r"\\\n", " ", block).splitlines():
+            for part in re.split(r"&&|\||;", re.sub(r"(^|\s)#.*", "", line)):
+                before, _, after = part.partition("dear-train ")
+                if (
+                    after
+                    and re.fullmatch(r"\s*(\$ )?([\w./=:,-]+ +)*", before)
+                    and "[" not in after
+                ):
+                    yield shlex.split(after)
+
+
+def parse(arguments: list[str]) -> None:
+    """Read a command line as dear-train does, without carrying it out; raises what click raises."""
+    command: click.Command = group
+    context = group.make_context("dear-train", [arguments[0]])
+    while isinstance(command, click.Group):
+        command = command.commands[arguments[0]]
+        arguments = arguments[1:]
+    command.make_context(str(command.name), list(arguments), parent=context)
+    if "--" in arguments and arguments[arguments.index("--") + 1].startswith("--"):  # a run's flags
+        parse(["run", *arguments[arguments.index("--") + 1 :]])
+
+
+@pytest.mark.parametrize("page", written_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_of_pages_have_their_flags(page: Path) -> None:
+    text = page.read_text()
+    for arguments in commands_of(text):
+        parse(arguments)
+    prose = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    quoted = re.findall(r"`([^`]*dear-train [^`]*)`", prose)
+    for arguments in commands_of(
+        "".join(f"```\n{' '.join(each.split())}\n```\n" for each in quoted)
+    ):
+        with suppress(click.MissingParameter, click.BadOptionUsage):  # a flag without its value
+            parse(arguments)
+
+
+def test_a_flag_that_does_not_exist_is_found() -> None:
+    (arguments,) = commands_of("```\nmpirun -n 2 dear-train run --task digits --epoch 3\n```\n")
+    with pytest.raises(click.NoSuchOption):
+        parse(arguments)
 
 
 def words(text: str) -> list[str]:
