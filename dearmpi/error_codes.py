@@ -290,8 +290,8 @@ param-groups-changed
     Param groups were changed other than by `add_param_group()` or `load_state_dict()`.
     Use these two methods of the `DistributedOptimizer`, or close it and make another.
 saved-without-state
-    `state_dict()` of the wrapped optimizer was called, whose state a `DistributedOptimizer` holds.
-    Call `state_dict()` of the `DistributedOptimizer` on every rank.
+    The wrapped optimizer's `state_dict()` or `state` was read, which a `DistributedOptimizer` has.
+    Read that of the `DistributedOptimizer` on every rank.
 state-changed-in-place
     A tensor of `optimizer.state` was changed, but it is a gathered copy.
     Change what `state_dict()` returns, and give it to `load_state_dict()`.

@@ -264,6 +264,16 @@ def call_with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     return hooked
 
 
+def share_step_hooks(optimizer: Optimizer, inner: Optimizer) -> None:
+    """Have steps of ``optimizer`` and ``inner`` call the hooks that either is given.
+
+    Tried on 2.13; a torch that keeps them elsewhere calls those of ``optimizer`` alone.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if name in vars(optimizer) and name in vars(inner):
+            vars(optimizer)[name] = vars(inner)[name]
+
+
 def mark_scheduled(step: Callable[..., Any]) -> Callable[..., Any]:
     """Have schedulers leave ``step`` as it is, which sets STEPPED_MARK by itself.
 

@@ -14,9 +14,15 @@ from torch.optim import Optimizer
 
 from dearmpi.config import EngineConfig
 from dearmpi.engine import usage_errors
-from dearmpi.engine.state.optimizer_state import MODES, has_mode
+from dearmpi.engine.state.optimizer_state import MODES, has_mode, show_held
 from dearmpi.guessed import OPTIMIZER, answer_guess
-from dearmpi.torch_internals import STEPPED_MARK, load_with_hooks, save_with_hooks, version_of
+from dearmpi.torch_internals import (
+    STEPPED_MARK,
+    load_with_hooks,
+    save_with_hooks,
+    share_step_hooks,
+    version_of,
+)
 
 _SHARED = ("param_groups", "state")
 
@@ -82,11 +88,21 @@ class Facade(Optimizer):
         raise NotImplementedError
 
     def _share(
-        self, gather: Callable[[], Mapping[Tensor, Entries]] | None, name_of: NameOf
+        self,
+        gather: Callable[[], Mapping[Tensor, Entries]] | None,
+        name_of: NameOf,
+        *,
+        trains: bool = False,
     ) -> None:
         """Show the param groups as they are now, and the state: what ``gather`` brings,
         collectively, or that of the wrapped optimizer, which has it.
+
+        trains: while it does, in the wrapped one's place, steps call the hooks of either, and the
+            wrapped one's own state says who holds its entries.
         """
+        if trains:
+            share_step_hooks(self, self._optimizer)
+        show_held(self._optimizer, is_held=trains)
         groups = self._optimizer.param_groups
         state: Mapping[Tensor, Entries] = self._optimizer.state
         if gather is not None:

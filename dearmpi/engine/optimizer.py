@@ -293,7 +293,7 @@ class DistributedOptimizer(Readings):
 
     def _show(self) -> None:
         gather = self._state_by_param if self._live.holds_state else None
-        self._share(gather, self._name_of)
+        self._share(gather, self._name_of, trains=self._live.trains_by_buckets)
 
     def _name_of(self, param: Tensor) -> str:
         names: Mapping[Any, str] = self._built.spec.names

@@ -44,6 +44,33 @@ MODES = frozenset(("train", "eval"))
 _LEFT_IN_SHARDS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
+class HeldState(defaultdict[Any, Any]):
+    """The optimizer's own state while updates hold that of its parameters: copies are plain ones.
+
+    Raises UsageError where a parameter's entries are read, which would be created empty.
+    """
+
+    def __missing__(self, key: Any) -> Any:
+        if not isinstance(key, Tensor):
+            return super().__missing__(key)
+        raise UsageError(
+            "state of the wrapped optimizer has no entries of a parameter while its "
+            "DistributedOptimizer trains, whose buckets hold them; read state of the "
+            "DistributedOptimizer, on every rank",
+            code="saved-without-state",
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
+def show_held(optimizer: Optimizer, *, is_held: bool) -> None:
+    """Have ``optimizer.state`` be one that says who holds it, or a plain one again."""
+    state = optimizer.state
+    if is_held is not isinstance(state, HeldState):
+        vars(optimizer)["state"] = (HeldState if is_held else defaultdict)(dict, state)
+
+
 def warn_of_state_in_shards(optimizer: Optimizer) -> None:
     """Warn where ``optimizer`` begins anew, because its state was left with a closed engine."""
     handle = _LEFT_IN_SHARDS.pop(optimizer, None)

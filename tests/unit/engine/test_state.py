@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -387,10 +388,14 @@ def test_the_wrapped_optimizers_own_state_dict_is_refused_until_close(gather: Ga
         optimizer.step()
         with raises(UsageError, "saved-without-state", "of the wrapped Adam"):
             wrapped.state_dict()
+        with raises(UsageError, "saved-without-state", "read state of the DistributedOptimizer"):
+            wrapped.state[model.weight]["exp_avg"]
+        assert type(copy.deepcopy(wrapped.state)) is defaultdict
         whole = optimizer.state_dict()
         assert len(whole["state"]) == 2 and optimizer.local_state()
         optimizer.close()
         wrapped.load_state_dict(whole)
         assert len(wrapped.state_dict()["state"]) == 2
+        assert "exp_avg" in wrapped.state[model.weight]
 
     run_ranks(2, train)

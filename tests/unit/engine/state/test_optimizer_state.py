@@ -127,11 +127,15 @@ def test_hooks_for_all_optimizers_are_called_once_for_all_buckets() -> None:
             model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
             inner = torch.optim.SGD(model.parameters(), lr=0.1)
             optimizer = DistributedOptimizer(inner, model, world=world, bucket_cap_mb=1e-6)
+            own: list[object] = []
+            inner.register_step_pre_hook(lambda one, *_: own.append(one))
+            optimizer.register_step_post_hook(lambda one, *_: own.append(one))
             calls.clear()
             world.barrier()
             for _ in range(3):
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
+            assert own == [optimizer] * 6
             optimizer.close()
 
         run_ranks(2, rank)
