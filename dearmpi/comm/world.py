@@ -402,6 +402,12 @@ class World:
                 "have one that is negative or not finite; give a number of 0 or more",
                 code="out-of-range",
             )
+        if math.isinf(total * self.size):
+            raise ConfigError(
+                f"weights of {self.size} ranks add up to {total}, beyond what can be reckoned "
+                "with; give smaller ones, since only their proportions count",
+                code="out-of-range",
+            )
         return value * self.size / total if total else 0.0
 
     @answers_guesses("world.barrier", COLLECTIVE)

@@ -69,5 +69,8 @@ def test_without_any_weight_nobody_counts_and_bad_ones_are_refused_by_all() -> N
         assert world.loss_weight(2.0) == 1.0
         with raises(ConfigError, "out-of-range", "1 of 2 ranks"):
             world.loss_weight(-1.0 if world.rank else 1.0)
+        with raises(ConfigError, "out-of-range", "2 ranks add up to"):
+            world.loss_weight(1e308)
+        assert world.loss_weight(5e-324 * (1 + 2 * world.rank)) == 0.5 + world.rank
 
     run_ranks(2, weigh)
