@@ -228,7 +228,7 @@ def describe_outcome(job: Job, outcome: Outcome, folder: Path) -> list[str]:
 
 def describe_stop(number: signal.Signals | None, max_time_s: float | None, *, folder: Path) -> str:
     """Why the run in ``folder`` stopped before its end: a signal ``number``, or the clock."""
-    cause = f"--max-time {max_time_s:g} s" if number is None else number.name
+    cause = f"--max-time {max_time_s:.12g} s" if number is None else number.name
     place = f"--name {shlex.quote(folder.name)}"
     if folder.parent != Path(RunSettings().run_folder):
         place = f"--run-folder {shlex.quote(str(folder.parent))} {place}"

@@ -99,6 +99,7 @@ def rank_log(*, speaks: bool) -> Iterator[RankLog]:
     handler.addFilter(lambda record: record.exc_info is None)  # failures are told in another way
     root.addHandler(handler)
     logger = logging.getLogger("dearmpi")
+    own_level = logger.level
     logger.setLevel(logging.INFO)
     logging.captureWarnings(True)
     try:
@@ -106,6 +107,7 @@ def rank_log(*, speaks: bool) -> Iterator[RankLog]:
     finally:
         logging.captureWarnings(False)
         root.setLevel(level)
+        logger.setLevel(own_level)
         for added in [other for other in root.handlers if other not in before]:
             root.removeHandler(added)
             added.close()

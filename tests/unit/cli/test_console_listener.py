@@ -188,6 +188,8 @@ def test_a_slow_rank_stands_in_the_log_of_rank_0_alone(
 
 
 def test_the_command_to_go_on_with_can_be_pasted() -> None:
+    weeks = describe_stop(None, 14 * 86400.0, folder=Path("runs/a"))
+    assert weeks.startswith("stopped by --max-time 1209600 s; ")
     told = describe_stop(signal.SIGTERM, None, folder=Path("my runs/it's mine"))
     words = shlex.split(told.partition(" with ")[2])
     assert words[:4] == ["--run-folder", "my runs", "--name", "it's mine"]

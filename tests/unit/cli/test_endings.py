@@ -120,11 +120,14 @@ def test_a_log_that_a_full_disk_cannot_hold_is_told_of_once_and_changes_no_endin
     assert "warning: cannot write /dev/full: No space left on device" in told
 
 
-def test_logging_is_put_back_as_it_was() -> None:
+def test_logging_is_put_back_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "dearmpi")
     before = list(logging.getLogger().handlers)
     with rank_log(speaks=True):
         assert logging.getLogger().handlers != before
+        assert logging.getLogger("dearmpi").level == logging.INFO
     assert logging.getLogger().handlers == before
+    assert logging.getLogger("dearmpi").level == logging.ERROR
     with pytest.warns(UserWarning, match="as ever"):
         warnings.warn("as ever", stacklevel=1)
 
