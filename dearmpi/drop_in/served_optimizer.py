@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -84,6 +84,7 @@ class ServedOptimizer:
     def __init__(self, optimizer: Optimizer, models: list[ModelServing], world: World) -> None:
         """Raises ConfigError, with everything as it was, for what no engine can serve."""
         self.optimizer, self.models = optimizer, models
+        self._unsynchronized, self._num_unsynchronized = ExitStack(), 0
         self._twin = _twin_of(optimizer)
         KnownOptimizers.own.add(self._twin)
         whole = [serving.model for serving in models]
@@ -110,6 +111,19 @@ class ServedOptimizer:
     def params(self) -> Iterable[nn.Parameter]:
         """Those of the optimizer."""
         return params_of(self.optimizer)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients stay local as long as one of its models has them do so, whichever began."""
+        if not self._num_unsynchronized:
+            self._unsynchronized.enter_context(self.engine.no_sync())
+        self._num_unsynchronized += 1
+        try:
+            yield
+        finally:
+            self._num_unsynchronized -= 1
+            if not self._num_unsynchronized:
+                self._unsynchronized.close()
 
     def release(self) -> None:
         """Leave the optimizer, with its state and gradients, to itself (collective)."""

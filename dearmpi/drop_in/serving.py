@@ -346,7 +346,11 @@ class ModelServing:
             if engine in self._averaging:  # backwards add to what no step has used
                 self._averaging.discard(engine)
                 engine.leave_gradients()
-            self._unsynchronized.enter_context(engine.no_sync())
+        if not self.synchronizes:
+            for served in self.engines:
+                self._unsynchronized.enter_context(served.no_sync())
+            if self._averager is not None:
+                self._unsynchronized.enter_context(self._averager.no_sync())
         self._is_synchronizing = self.synchronizes
 
     def _all_engines(self) -> Iterator[DistributedOptimizer]:

@@ -800,6 +800,25 @@ def momentum_encoder(job: Job) -> Trained:
     return Trained([model], [optimizer], seen)
 
 
+def accumulation_over_two_models(job: Job) -> Trained:
+    """One optimizer has both, whose no_sync() begin and end together; one norm clips them."""
+    models = [job.wrap(network(0)), job.wrap(network(1))]
+    params = [param for model in models for param in model.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    head = torch.ones(3, 6, dtype=torch.float64)
+    seen = []
+    for step in range(STEPS):
+        for micro in range(2):
+            for model in models[:: -1 if step == 3 else 1]:
+                model.require_backward_grad_sync = micro == 1
+            hidden = models[0](job.batch(2 * step + micro)) @ head
+            loss_of(models[1](hidden)).backward()
+        seen.append(float(nn.utils.clip_grad_norm_(params, 0.01)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained([*models], [optimizer], seen)
+
+
 SCRIPTS: dict[str, Callable[[Job], Trained]] = {
     script.__name__: script
     for script in (
@@ -811,6 +830,6 @@ SCRIPTS: dict[str, Callable[[Job], Trained]] = {
         *(wrapped_again, moved_parameters, perturbed_parameters, frozen_with_gradients),
         *(fused_and_scaler, uneven_inputs_with_buffers, accumulation_after_a_skipped_step),
         *(state_begun_anew, uneven_inputs_clipped, parameters_in_lists, steps_without_backward),
-        momentum_encoder,
+        *(momentum_encoder, accumulation_over_two_models),
     )
 }
