@@ -205,8 +205,11 @@ def is_of_device(error: Exception) -> bool:
 
 
 def through_host(flat: Tensor, exchange: Callable[[Tensor], None]) -> None:
-    """Have ``exchange`` change ``flat`` (1-D) by way of host memory; the host waits."""
-    host = flat.cpu()
+    """Have ``exchange`` change ``flat`` (1-D) by way of host memory; the host waits.
+
+    Memory of conjugates or of negated values holds others: a copy travels for them.
+    """
+    host = flat.cpu().resolve_conj().resolve_neg()
     exchange(host)
     if host is not flat:
         flat.copy_(host)
