@@ -165,43 +165,46 @@ class PrimalDual(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step on the parameters that have gradients."""
+        """Take one step on the parameters that have gradients. It counts for all of them."""
         if closure is not None:
             raise UsageError(
                 "PrimalDual has no step() with a closure: call backward() before step()",
                 code="local-steps-forbid",
             )
-        used = [
-            (group, param, param.grad.clone())
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        clips = any(group["clip"] is not None for group, _, _ in used)
-        norm = torch.nn.utils.get_total_norm([grad for _, _, grad in used]) if clips else None
-        for group, param, grad in used:
+        used = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                stage = self._count(param, group)
+                if param.grad is not None:
+                    used.append((group, param, param.grad.clone(), stage))
+        clips = any(group["clip"] is not None for group, _, _, _ in used)
+        norm = torch.nn.utils.get_total_norm([grad for _, _, grad, _ in used]) if clips else None
+        for group, param, grad, stage in used:
             if norm is not None and group["clip"] is not None:
                 grad.mul_((group["clip"] / (norm + 1e-6)).clamp(max=1.0))
             if self.correct is not None:
                 self.correct(param, grad)
-            self._move(param, grad, group)
+            self._move(param, grad, group, stage)
 
-    def _move(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = 0
-        length, is_dual = group["stage_steps"], getattr(param, "is_dual", False)
-        stage = 0 if length is None else state["step"] // length
-        if not is_dual and math.isfinite(group["gamma"]):
-            if state["step"] == 0 or (length is not None and state["step"] % length == 0):
-                state["start"] = param.detach().clone()
-            grad.add_(param - state["start"], alpha=1 / group["gamma"])
+    def _count(self, param: Tensor, group: dict[str, Any]) -> int:
+        """The stage of the step that begins, whether or not ``param`` has a gradient in it."""
+        state, length = self.state[param], group["stage_steps"]
+        step = state.get("step", 0)
+        begins = step == 0 or (length is not None and step % length == 0)
+        if begins and not getattr(param, "is_dual", False) and math.isfinite(group["gamma"]):
+            state["start"] = param.detach().clone()
+        state["step"] = step + 1
+        return 0 if length is None else int(step // length)
+
+    def _move(self, param: Tensor, grad: Tensor, group: dict[str, Any], stage: int) -> None:
+        is_dual, start = getattr(param, "is_dual", False), self.state[param].get("start")
+        if not is_dual and start is not None:
+            grad.add_(param - start, alpha=1 / group["gamma"])
         if not is_dual and group["weight_decay"]:
             grad.add_(param, alpha=group["weight_decay"])
         param.sub_(grad, alpha=group["lr"] / group["decay"] ** stage)
         if getattr(param, "least", None) is not None:
             param.clamp_(min=param.least)  # type: ignore[attr-defined]
-        state["step"] += 1
 
 
 def auc_of(scores: Tensor, labels: Tensor, world: World | None = None) -> float:

@@ -201,6 +201,20 @@ def test_a_closure_is_refused() -> None:
         optimizer.step(lambda: 0.0)
 
 
+def test_a_stage_begins_for_a_parameter_that_some_steps_do_not_use() -> None:
+    """Steps 1, 2 and 3 are of the stages 0, 0 and 1; the second parameter is used in 1 and 3."""
+    params = [nn.Parameter(torch.zeros(1, dtype=torch.float64)) for _ in range(2)]
+    optimizer = PrimalDual(params, lr=0.3, gamma=2.0, stage_steps=2, decay=3.0, clip=None)
+    for uses in (True, False, True):
+        params[0].grad = torch.ones_like(params[0])
+        params[1].grad = torch.ones_like(params[1]) if uses else None
+        optimizer.step()
+    first = -0.3
+    second = first - 0.3 * (1 + first / 2)  # pulled towards 0
+    assert params[0].item() == pytest.approx(second - 0.1, abs=1e-15)  # its stage begins there
+    assert params[1].item() == pytest.approx(first - 0.1, abs=1e-15)
+
+
 def test_a_stage_begins_where_the_last_one_ended() -> None:
     param, dual = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(0.5))
     dual.is_dual, dual.least = True, 0.0  # type: ignore[attr-defined]
