@@ -62,8 +62,8 @@ def full_name(layer: str, param: str) -> str:
 class Workload:
     """A model to replay or to plan for. batch_size: samples per rank and iteration.
 
-    Raises ConfigError for a layer or parameter that stands twice, and for the use of a parameter
-    that no layer owns.
+    Raises ConfigError for a layer or parameter that stands twice, for the use of a parameter that
+    no layer owns, and where there are none.
     """
 
     name: str
@@ -83,6 +83,12 @@ class Workload:
                     f"{self.name} has {what} {name} {count} times; each must be there once",
                     code="profile-inconsistent",
                 )
+        if not self.num_tensors:
+            raise ConfigError(
+                f"{self.name} has {len(self.layers)} layers and no parameter, so nothing to train; "
+                "profile a model that has some",
+                code="profile-inconsistent",
+            )
         for spec in self.params():
             if spec.nbytes > MOST_INTEGER:
                 raise ConfigError(

@@ -114,7 +114,7 @@ def test_a_shorter_backprop_keeps_its_proportions() -> None:
         (changed(uses=["lost"]), ("profile-inconsistent",)),
         (changed(uses="lost"), ("malformed-file", "uses is", "'lost'")),
         ('{"format": 2, "version": "9.1", "layers": []}', ("other-format-version", "2", "9.1")),
-        (WITHOUT_PARAMETERS, ("malformed-file", "feed_forward_s is")),
+        (WITHOUT_PARAMETERS, ("profile-inconsistent", "no parameter")),
         ("{}", ("file-of-other-kind", "no layers", "give a profile")),
         ("[]", ("malformed-file",)),
         ("{", ("malformed-file", "profile.json is")),
