@@ -92,6 +92,9 @@ class ServedOptimizer:
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(model.own_buffers())
+            # Other models may look alike, whose ranks it would join.
+            labels = " and ".join(model.label for model in models)
+            stack.enter_context(world.named_call(f"the first use of the optimizer of {labels}"))
             self.engine = DistributedOptimizer(
                 self._twin, self._module, world=world, **models[0].settings()
             )

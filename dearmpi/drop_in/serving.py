@@ -70,6 +70,7 @@ class ModelServing:
     ) -> None:
         """``model``: the wrapper, whose trainable parameters of this moment are served."""
         self._model, self._world = model, world
+        self.label = world.label("DistributedDataParallel")  # ranks make them in one order
         self._bucket_cap_mb, self._broadcasts = bucket_cap_mb, broadcasts
         self.comm_dtype: CommDtype = Chosen.choices.comm_dtype
         self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -311,7 +312,7 @@ class ModelServing:
             choices = Chosen.choices
             if choices.keeps_unsent or choices.compress == "auto":  # by steps, which it never takes
                 settings |= EngineSettings(compress="none")
-            with self.own_buffers():
+            with self.own_buffers(), self._world.named_call(f"{self.label}()"):
                 self._averager = DistributedOptimizer(
                     never_stepped, self._model, world=self._world, **settings
                 )

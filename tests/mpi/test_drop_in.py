@@ -20,7 +20,7 @@ from dearmpi.drop_in.served_optimizer import KnownOptimizers
 from dearmpi.drop_in.serving import Chosen
 from dearmpi.drop_in.start import ZeroRedundancyOptimizer
 from dearmpi.engine.setup.codec_choice import CodecChoice
-from dearmpi.errors import ArgumentError, ConfigError, UsageError
+from dearmpi.errors import ArgumentError, ConfigError, MismatchError, UsageError
 from tests.codes import raises
 from tests.mpi.ddp_scripts import SCRIPTS, Job, Trained, loss_of, network
 
@@ -268,6 +268,17 @@ def test_a_model_of_which_a_part_is_wrapped_once_more_is_refused(world: World) -
     part(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
     with raises(UsageError, "parameter-taken", "wrapped once more"):
         whole(torch.ones(2, 6, dtype=torch.float64))
+
+
+def test_models_that_look_alike_do_not_join_each_other(world: World) -> None:
+    """Shapes and settings are equal, so that their gradients would be averaged."""
+    models = [dearmpi.DistributedDataParallel(network()) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    own = models[0 if world.is_root else 1]
+    told = "the first use of the optimizer of DistributedDataParallel"
+    with raises(MismatchError, "ranks-in-different-calls", told), own.join():
+        pass
+    assert [len(optimizer.state) for optimizer in optimizers] == [0, 0]
 
 
 def _quantize(state: object, bucket: object) -> None:
