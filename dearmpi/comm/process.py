@@ -386,6 +386,26 @@ def _find_pmix_launcher(environment: Mapping[str, str]) -> tuple[str, str]:
     return "", ""
 
 
+def tcp_defaults(library: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """What to tell the MPI library before it starts, so that it uses the whole of a TCP link.
+
+    Nothing that the user has set in ``environment``. library: its version text.
+
+    Open MPI "puts" a large message as a whole, and what the receiver needs to send its own waits
+    behind it. MPICH's UCX reads 64 KiB of a connection in a poll. A thread that leaves the cores to
+    computation polls seldom.
+    """
+    if library.startswith("Open MPI"):
+        told = {"OMPI_MCA_btl_tcp_flags": "send,inplace"}
+    else:
+        transports = environment.get("UCX_TLS", "all").split(",")
+        # UCX warns of a setting that it has no use for; adapters of InfiniBand are named with ":".
+        is_used = not {"tcp", "all"}.isdisjoint(transports)
+        uses_tcp = is_used and ":" not in environment.get("UCX_NET_DEVICES", "")
+        told = {"UCX_TCP_RX_SEG_SIZE": "1m"} if uses_tcp else {}
+    return {name: value for name, value in told.items() if name not in environment}
+
+
 def limit_start(
     limits: StallLimits, *, missing_of_comm: Callable[[], str] | None = None
 ) -> Deadline:

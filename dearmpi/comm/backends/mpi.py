@@ -41,6 +41,7 @@ from dearmpi.comm.process import (
     report_alone,
     reported_exit,
     skip_exit_handlers,
+    tcp_defaults,
 )
 from dearmpi.cuts import Cuts
 from dearmpi.errors import CommError, ConfigError, LaunchError, MismatchError
@@ -75,10 +76,6 @@ _POLL_S = 1e-3
 _SETTLE_S = 2.0  # after which ranks that still wait in connect() ask others
 _NUM_ROUNDS = 200  # of questions to all; a duplicate needs a few, each while all look for messages
 _LONG = 100  # ranks as text
-
-# What Open MPI is told unless the user has. Between two ranks its TCP "puts" a large message as a
-# whole, and what the other rank needs to send its own waits behind it: half of a full-duplex link.
-_TCP_FLAGS = ("OMPI_MCA_btl_tcp_flags", "send,inplace")
 
 
 class MpiRequest(Request):
@@ -443,9 +440,9 @@ def initialize() -> None:
     """
     if MPI.Is_initialized():
         return
-    refuse_launcher(MPI.Get_library_version(), os.environ)
-    if MPI.Get_library_version().startswith("Open MPI"):
-        os.environ.setdefault(*_TCP_FLAGS)
+    library = MPI.Get_library_version()
+    refuse_launcher(library, os.environ)
+    os.environ.update(tcp_defaults(library, os.environ))
     level = str(mpi4py.rc.thread_level).upper() if mpi4py.rc.threads else "SINGLE"
     requested, provided = getattr(MPI, f"THREAD_{level}"), ctypes.c_int()
     start = ctypes.CDLL(MPI.__file__).MPI_Init_thread

@@ -23,6 +23,7 @@ from dearmpi.comm.process import (
     ignore_signals,
     refuse_launcher,
     report_alone,
+    tcp_defaults,
 )
 from dearmpi.errors import DearError, LaunchError
 from tests.codes import raises
@@ -407,3 +408,24 @@ def test_signals_are_ignored_although_their_handlers_raise(monkeypatch: pytest.M
         for number, handler in handlers.items():
             if handler is not None and number not in (signal.SIGKILL, signal.SIGSTOP):
                 signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("library", "environment", "told"),
+    [
+        ("Open MPI v5.0.11, package", {}, {"OMPI_MCA_btl_tcp_flags": "send,inplace"}),
+        ("Open MPI v5.0.11, package", {"OMPI_MCA_btl_tcp_flags": "send,put"}, {}),
+        ("MPICH Version:\t5.0.2", {}, {"UCX_TCP_RX_SEG_SIZE": "1m"}),
+        ("MPICH Version:\t5.0.2", {"UCX_TCP_RX_SEG_SIZE": "64k"}, {}),
+        ("MPICH Version:\t5.0.2", {"UCX_TLS": "tcp,self"}, {"UCX_TCP_RX_SEG_SIZE": "1m"}),
+        ("MPICH Version:\t5.0.2", {"UCX_NET_DEVICES": "eth0"}, {"UCX_TCP_RX_SEG_SIZE": "1m"}),
+        ("MPICH Version:\t5.0.2", {"UCX_TLS": "posix,self"}, {}),
+        ("MPICH Version:\t5.0.2", {"UCX_TLS": "^tcp"}, {}),
+        ("MPICH Version:\t5.0.2", {"UCX_NET_DEVICES": "mlx5_0:1"}, {}),
+    ],
+)
+def test_what_mpi_is_told_of_tcp_leaves_the_users_settings(
+    library: str, environment: dict[str, str], told: dict[str, str]
+) -> None:
+    """UCX warns of a setting that it has no use for, on every rank."""
+    assert tcp_defaults(library, environment) == told
