@@ -24,6 +24,7 @@ _WITHOUT_MEANING: Mapping[str, Any] = {
     "skip_all_reduce_unused_params": False,
     "bucket_cap_mb_list": None,
     "batched_grad_copy": False,
+    "lazy_bucket_allocation": False,  # of torch 2.15
 }
 """Accepted, with the default of each: other values change nothing, or not the numbers."""
 
@@ -65,6 +66,7 @@ class OtherArguments(TypedDict, total=False):
     skip_all_reduce_unused_params: bool
     bucket_cap_mb_list: list[int] | None
     batched_grad_copy: bool
+    lazy_bucket_allocation: bool
     forward_sync_buffers: bool | None
     delay_all_reduce_named_params: object
     param_to_hook_all_reduce: object
