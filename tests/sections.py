@@ -145,7 +145,8 @@ def list_torch_sections(versions: list[str]) -> list[Section]:
         python = str(ROOT / f".venv-torch-{version}" / "bin" / "python")
         launch = [_PYTHON, "tests/launch.py", "--python", python, "--ranks", "2", "--forks"]
         ranks = [*launch, "--limit", "1480", "tests/mpi", "--choice", "torch"]
-        unit = [python, "-m", "pytest", "-p", "no:cacheprovider", "tests/unit/engine"]
+        unit = [python, "-m", "pytest", "-p", "no:cacheprovider"]
+        unit += ["tests/unit/engine", "tests/unit/drop_in"]
         sections.append(Section("torch", f"torch {version}, 2 ranks", ranks, 2, 1500.0))
         sections.append(Section("torch", f"torch {version}, unit tests", unit, 1, 1500.0))
     return sections
