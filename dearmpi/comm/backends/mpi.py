@@ -145,13 +145,7 @@ class MpiCollectives(AlgorithmCollectives):
             return None
         if self._given is not None:
             self._given.answer_others()
-        status = MPI.Status()
-        message = self._comm.Improbe(MPI.ANY_SOURCE, _MESSAGE_TAG, status)
-        if message is None:
-            return None
-        data = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([data, len(data), MPI.BYTE])
-        return status.source, bytes(data)
+        return _receive(self._comm, _MESSAGE_TAG)
 
     def abort(self, code: int) -> None:
         """End the whole job; this process ends after ``_ABORT_S`` in any case.
@@ -339,7 +333,7 @@ class GivenComm:
 
     def answer_others(self) -> None:
         """Tell ranks that wait in connect() with another communicator what this rank has given."""
-        while (message := _receive_comm()) is not None:
+        while (message := _receive(MPI.COMM_WORLD, _COMM_TAG)) is not None:
             source, data = message
             if data.removeprefix(_QUESTION) != self._own:
                 self._sent = [request for request in self._sent if not request.Test()]
@@ -351,7 +345,7 @@ class GivenComm:
 
     def _hear(self) -> None:
         """Note ranks that have just told what they give. Raises MismatchError if it differs."""
-        while (message := _receive_comm()) is not None:
+        while (message := _receive(MPI.COMM_WORLD, _COMM_TAG)) is not None:
             source, data = message
             told = data.removeprefix(_QUESTION)
             if told != self._own:
@@ -394,10 +388,10 @@ class GivenComm:
             self._tell(rank, _QUESTION)
 
 
-def _receive_comm() -> tuple[int, bytes] | None:
-    """A rank of the job that has just told what it gives connect(), and its words; else None."""
+def _receive(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:
+    """A message that has come, and the rank that sent it; None if there is none."""
     status = MPI.Status()
-    message = MPI.COMM_WORLD.Improbe(MPI.ANY_SOURCE, _COMM_TAG, status)
+    message = comm.Improbe(MPI.ANY_SOURCE, tag, status)
     if message is None:
         return None
     data = bytearray(status.Get_count(MPI.BYTE))
